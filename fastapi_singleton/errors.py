@@ -1,0 +1,27 @@
+"""The error tree; every error says what is wrong and what to do about it.
+
+SingletonError
+├── ConfigurationError    what the application passed in cannot work; raised where it was passed
+└── StoreError            the store could not answer; never leaves the lifespan, shown in the status
+    └── UnsafeStoreError  the store answers, but leading on it could double or lose runs: refused
+"""
+
+
+class SingletonError(Exception):
+    """Base of every error raised here. `hint` is the sentence that says what to do."""
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(f"{message} Hint: {hint}")
+        self.hint = hint
+
+
+class ConfigurationError(SingletonError):
+    """The application asked for something that cannot work. Nothing was started or connected."""
+
+
+class StoreError(SingletonError):
+    """The store could not answer. Passing: the worker goes on trying."""
+
+
+class UnsafeStoreError(StoreError):
+    """The store answers, but a leader on it would not be the only one. The worker refuses to lead until it is mended."""

@@ -1,0 +1,179 @@
+"""Singleton: the façade, and the only place where the parts are put together."""
+
+import asyncio
+import logging
+import math
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from .backends import Backend, find_store
+from .election import Duties, Elector
+from .errors import ConfigurationError
+from .records import BackendView, Fleet, Status, Term, Worker
+from .scheduling import SchedulerDuties
+from .timing import Timing, boot_clock
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+
+logger = logging.getLogger("fastapi_singleton")
+
+URL_VARIABLE = "FASTAPI_SINGLETON_URL"
+_DAY = 86_400.0
+
+
+class Singleton:
+    """One leader among all workers that share a store and a `name`; the scheduler runs there and nowhere else.
+
+    Constructing it checks the configuration and connects nowhere. The lifespan does the rest, and never raises because
+    the store is away.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any = None,
+        url: str | None = None,
+        *,
+        name: str = "default",
+        mode: str = "leader",
+        lease: float = 10.0,
+        catch_up: float = 600.0,
+        drain: float = 10.0,
+        keep_runs: float = 30 * _DAY,
+        connect: Callable[[], Awaitable[Any]] | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if not isinstance(name, str) or not name.strip() or "\0" in name or len(name) > 200:
+            raise ConfigurationError(
+                f"name={name!r} cannot name a fleet.", hint="use a short text, the same in every worker, such as 'app'."
+            )
+        if mode != "leader":
+            raise ConfigurationError(f"mode={mode!r} is not available.", hint="use mode='leader'.")
+        for label, seconds in (("catch_up", catch_up), ("drain", drain), ("keep_runs", keep_runs)):
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+                raise ConfigurationError(f"{label}={seconds!r} is not a duration.", hint="pass seconds, 0 or more.")
+        if keep_runs < 2 * catch_up:
+            raise ConfigurationError(
+                f"keep_runs={keep_runs!r} is shorter than twice catch_up={catch_up!r}.",
+                hint="keep runs for longer than ticks are caught up on, or they could not be told from missing ones.",
+            )
+        self._timing = Timing(lease)
+        self._name = name
+        self._mode = mode
+        self._drain = drain
+        self._enabled = enabled
+        if connect is None:
+            url = url or os.environ.get(URL_VARIABLE) or None
+        self._store = find_store(url, connect)
+        self._duties = SchedulerDuties(scheduler, catch_up) if scheduler is not None else None
+        self._worker: Worker | None = None
+        self._backend: Backend | None = None
+        self._elector: Elector | None = None
+
+    def __repr__(self) -> str:
+        return f"<Singleton {self._name!r} on {self._store.detail}>"
+
+    @property
+    def term(self) -> Term | None:
+        """This worker's term, now; None as soon as it may no longer trust in it. Safe to read from any thread."""
+        return self._elector.term if self._elector is not None else None
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this worker leads, now."""
+        return self.term is not None
+
+    @asynccontextmanager
+    async def lifespan(self, app: Any = None) -> AsyncIterator[None]:
+        """Contend for the leadership while the application runs: `FastAPI(lifespan=singleton.lifespan)`, or
+        `async with singleton.lifespan(app): yield` inside a lifespan of your own."""
+        if self._worker is not None:
+            raise ConfigurationError(
+                "This singleton's lifespan is already open in this process.",
+                hint="enter it once: pass it to FastAPI(lifespan=...) or use it inside your own lifespan, not both.",
+            )
+        # Made here, not at import: preloaded workers share what was made before they were forked.
+        worker = Worker.here()
+        if not self._enabled:
+            logger.info("fastapi_singleton is disabled: no election, and the scheduler is not started")
+            self._worker = worker
+            try:
+                yield
+            finally:
+                self._worker = None
+            return
+        backend = self._store.open(self._name, worker, self._timing)
+        elector = Elector(backend, self._timing, self._duties or Duties())
+        if self._duties is not None:
+            self._duties.open(lambda: elector.term)
+        self._worker, self._backend, self._elector = worker, backend, elector
+        # A task that the lifespan merely holds: a task group across `yield` would tear the application's resources
+        # down while the server still answers.
+        election = asyncio.create_task(elector.run(), name=f"fastapi_singleton:{self._name}")
+        try:
+            yield
+        finally:
+            try:
+                await self._stop(elector, election)
+            finally:
+                election.cancel()
+                await backend.close()
+                if self._duties is not None:
+                    await self._duties.close()
+                self._worker = self._backend = self._elector = None
+
+    async def _stop(self, elector: Elector, election: "asyncio.Task[None]") -> None:
+        """Stop contending → pause → wait for running jobs, still renewing → release and notify. Bounded throughout."""
+        elector.stop_contending()
+        if self._duties is not None:
+            self._duties.lay_down()
+            left = await self._duties.drain(self._drain)
+            if left:
+                logger.warning("%d job(s) still run after the %g s allowed for draining", left, self._drain)
+        elector.retire()
+        # Each step of the loop is bounded by the request timeout; this only guards against the unforeseen.
+        await asyncio.wait([election], timeout=4 * self._timing.request_timeout + 1)
+
+    async def status(self) -> Status:
+        """The fleet as this worker last saw it. Asks nobody: it answers at once, also while the store is away."""
+        elector = self._elector
+        fleet = self._backend.fleet if self._backend is not None else Fleet()
+        leader = fleet.leader
+        # A leader nobody has confirmed for a whole lease is a memory, not a leader.
+        if elector is None or elector.seen_at is None or boot_clock() - elector.seen_at > self._timing.lease:
+            leader = None
+        elif leader is not None and self._worker is not None and leader.worker == self._worker.worker:
+            leader = leader if self.is_leader else None
+        problems = tuple(self._problems())
+        return Status(
+            status="degraded" if problems else "ok" if leader is not None else "no_leader",
+            problems=problems,
+            answered_by=self._worker.worker if self._worker is not None else "",
+            name=self._name,
+            mode=self._mode,
+            backend=BackendView(self._store.kind, elector is not None and elector.reachable, self._store.detail),
+            lease_seconds=self._timing.lease,
+            worst_case_failover_seconds=self._timing.worst_case_failover,
+            leader=leader,
+            workers=fleet.workers,
+            jobs=fleet.jobs,
+        )
+
+    def _problems(self) -> list[str]:
+        if not self._enabled:
+            return ["This worker is disabled (enabled=False): it neither leads nor runs jobs."]
+        if self._elector is None:
+            return ["The lifespan is not open: pass singleton.lifespan to FastAPI(lifespan=...)."]
+        return [self._elector.problem] if self._elector.problem is not None else []
+
+    def router(
+        self, *, prefix: str = "/scheduler", dependencies: Sequence[Any] = (), actions: bool = False
+    ) -> "APIRouter":
+        """Routes that show this singleton: `GET {prefix}/status`. Guard them with `dependencies`, as any router."""
+        from .web.router import make_router
+
+        if actions:
+            raise ConfigurationError("The router has no actions.", hint="leave out actions=True.")
+        return make_router(self.status, prefix=prefix, dependencies=dependencies)

@@ -1,0 +1,1 @@
+"""What a singleton shows over HTTP."""
