@@ -41,7 +41,7 @@ class EmbeddedPostgres:
         # Not the default temporary directory of some machines: nobody must be able to reach it.
         self.directory = Path(tempfile.mkdtemp(prefix="fastapi_singleton_pg_"))
         self.data = self.directory / "data"
-        self._user = "nobody" if os.geteuid() == 0 else None
+        self._user = "nobody" if self.needs_another_user() else None
         self._bin = self._binaries(major)
         self._process: subprocess.Popen[bytes] | None = None
         self.directory.chmod(0o755)
@@ -60,13 +60,18 @@ class EmbeddedPostgres:
     def initialise(self) -> None:
         self.run("initdb", "--auth=trust", "--encoding=utf8", "--no-sync", "-U", "postgres", "-D", str(self.data))
 
-    def copy_from(self, primary: "EmbeddedPostgres") -> None:
-        """Become a hot standby of another server."""
-        self.run("pg_basebackup", "-h", primary.host, "-p", str(primary.port), "-U", "postgres", "-R",
-                 "--checkpoint=fast", "-D", str(self.data))  # fmt: skip
-        (self.data / "postgresql.auto.conf").write_text(
-            f"primary_conninfo = 'host={primary.host} port={primary.port} user=postgres'\n"
-        )
+    @classmethod
+    def replica_of(cls, primary: "EmbeddedPostgres") -> "EmbeddedPostgres":
+        """A hot standby that follows another server."""
+        replica = cls()
+        source = ["-h", primary.host, "-p", str(primary.port), "-U", "postgres"]
+        replica.run("pg_basebackup", *source, "-R", "--checkpoint=fast", "-D", str(replica.data))
+        return replica
+
+    @staticmethod
+    def needs_another_user() -> bool:
+        """PostgreSQL refuses to run as root."""
+        return os.geteuid() == 0
 
     def start(self) -> None:
         if not (self.data / "PG_VERSION").exists():

@@ -6,7 +6,7 @@ the slot, immediately before the call, and calls the user's function only under 
 `coalesce`, events and logs stay APScheduler's own.
 
 Private names of APScheduler used here, and nowhere else (pinned by a test): scheduler `_lookup_executor`,
-`_dispatch_event`, `_real_add_job`, `_pending_jobs`, `_executors`, `_jobstores`; executor `_pool`; job store
+`_dispatch_event`, `_real_add_job`, `_process_jobs`, `_pending_jobs`, `_executors`, `_jobstores`; executor `_pool`; job store
 `_reconstitute_job`; `Job.__slots__`.
 """
 
@@ -229,8 +229,11 @@ class SchedulerDuties(Duties):
                 while scheduler.running:  # it only asks the loop to do it
                     await asyncio.sleep(0)
             else:
+                # Its thread looks for due jobs once more on the way out, and would move them on in a shared store.
+                scheduler._process_jobs = lambda: None
                 await asyncio.to_thread(scheduler.shutdown, wait=False)
         finally:
+            vars(scheduler).pop("_process_jobs", None)
             scheduler._executors.update(executors)
 
     # -- the guard ---------------------------------------------------------------------------------------------------

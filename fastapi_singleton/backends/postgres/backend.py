@@ -26,10 +26,16 @@ _SEEN = """
     VALUES ($1, $2, $3, $4, $5, clock_timestamp())
     ON CONFLICT (name, worker) DO UPDATE SET last_seen_at = clock_timestamp()
     WHERE w.last_seen_at < clock_timestamp() - $6::interval / 8
+    RETURNING w.*
 """
+# A statement does not see what it writes itself, so its own row is put beside the others.
 _WORKERS = """
-    (SELECT coalesce(json_agg(w ORDER BY w.started_at, w.worker), '[]') FROM fastapi_singleton.worker AS w
-     WHERE w.name = $1 AND w.last_seen_at > clock_timestamp() - $6::interval) AS workers
+    (SELECT coalesce(json_agg(w ORDER BY w.started_at, w.worker), '[]') FROM (
+        SELECT * FROM seen UNION ALL
+        SELECT * FROM fastapi_singleton.worker AS other
+        WHERE other.name = $1 AND other.last_seen_at > clock_timestamp() - $6::interval
+          AND other.worker NOT IN (SELECT seen.worker FROM seen)
+    ) AS w) AS workers
 """
 
 # Tries the lock without ever waiting for it, and reads the fleet, in one round trip. Gives at most one session `won`.

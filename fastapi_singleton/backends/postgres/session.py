@@ -21,6 +21,7 @@ from typing import Any
 
 import asyncpg
 from asyncpg.connect_utils import SessionAttribute
+from asyncpg.pool import PoolConnectionProxy
 
 from ...errors import StoreError, UnsafeStoreError
 from ...timing import Timing
@@ -197,7 +198,8 @@ async def _connect(store: PostgresStore) -> "asyncpg.Connection[Any]":
         raise StoreError(
             f"connect() raised {type(error).__name__}.", hint="see that your function returns a new connection."
         ) from None
-    if not isinstance(connection, asyncpg.Connection):
+    # A pool's proxy passes for a connection, hence the second look.
+    if not isinstance(connection, asyncpg.Connection) or isinstance(connection, PoolConnectionProxy):
         raise UnsafeStoreError(
             f"connect() returned {type(connection).__name__}, not a connection of its own.",
             hint="return `await asyncpg.connect(...)`; a pool takes its connections back, and the lock with them.",

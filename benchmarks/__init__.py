@@ -1,0 +1,1 @@
+"""What a fail-over and a quiet hour cost, measured on real parts."""

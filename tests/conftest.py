@@ -1,0 +1,74 @@
+"""Real parts for all tests: a PostgreSQL from its wheel, or the one TEST_POSTGRES_URL names; a new database per test."""
+
+import asyncio
+import os
+import time
+import uuid
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from urllib.parse import urlsplit, urlunsplit
+
+import asyncpg
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # the wheel's import complains about a missing XDG_RUNTIME_DIR
+    from example_app.embedded import EmbeddedPostgres
+
+
+@pytest.fixture(scope="session")
+def server_url() -> Iterator[str]:
+    """A PostgreSQL shared by all tests that do not stop or break it."""
+    if own := os.environ.get("TEST_POSTGRES_URL"):
+        yield own
+        return
+    with EmbeddedPostgres() as server:
+        yield server.url
+
+
+def on_server(url: str, sql: str) -> None:
+    async def execute() -> None:
+        connection = await asyncpg.connect(url)
+        try:
+            await connection.execute(sql)
+        finally:
+            await connection.close()
+
+    asyncio.run(execute())
+
+
+@pytest.fixture
+def database(server_url: str) -> Iterator[str]:
+    """The URL of a new, empty database."""
+    name = f"test_{uuid.uuid4().hex[:12]}"
+    on_server(server_url, f"CREATE DATABASE {name}")
+    yield urlunsplit(urlsplit(server_url)._replace(path=f"/{name}"))
+    on_server(server_url, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture
+def own_server() -> Iterator[EmbeddedPostgres]:
+    """A PostgreSQL to stop, kill and restart."""
+    with EmbeddedPostgres() as server:
+        yield server
+
+
+@pytest.fixture
+async def admin(database: str) -> AsyncIterator["asyncpg.Connection[asyncpg.Record]"]:
+    """A plain connection beside the workers', to look and to interfere."""
+    connection = await asyncpg.connect(database)
+    yield connection
+    connection.terminate()
+
+
+async def eventually(condition: Callable[[], object | Awaitable[object]], what: str, patience: float = 30.0) -> object:
+    """Wait until the condition holds and return what it gave; fail after a generous deadline."""
+    deadline = time.monotonic() + patience
+    while True:
+        value = condition()
+        if isinstance(value, Awaitable):
+            value = await value
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"{what}: not within {patience} s"
+        await asyncio.sleep(0.01)

@@ -1,0 +1,107 @@
+"""Wrong input is refused where it is given, with a hint and without a secret."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from apscheduler.schedulers.asyncio import AsyncIOScheduler
+from apscheduler.schedulers.background import BackgroundScheduler
+from apscheduler.schedulers.blocking import BlockingScheduler
+
+import fastapi_singleton
+from fastapi_singleton import ConfigurationError, Singleton
+
+URL = "postgresql://localhost/app"
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(fastapi_singleton.__all__) == [
+        "ConfigurationError",
+        "Singleton",
+        "SingletonError",
+        "Status",
+        "__version__",
+    ]
+    for name in fastapi_singleton.__all__:
+        assert getattr(fastapi_singleton, name) is not None
+    with pytest.raises(AttributeError):
+        _ = fastapi_singleton.nothing_of_that_name
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"url": "mysql://localhost/app"},
+        {"url": "localhost/app"},
+        {"url": "postgresql://host:port/app"},
+        {"url": "postgresql://host/app?pooler=transaction"},
+        {"url": 5432},
+        {"lease": 0},
+        {"lease": -1},
+        {"lease": True},
+        {"lease": "10"},
+        {"lease": float("nan")},
+        {"lease": float("inf")},
+        {"lease": 0.001},
+        {"name": ""},
+        {"name": "   "},
+        {"name": None},
+        {"mode": "both"},
+        {"drain": -1},
+        {"catch_up": None},
+        {"catch_up": 600, "keep_runs": 600},
+        {"connect": "postgresql://localhost/app"},
+        {"scheduler": object()},
+        {"scheduler": BlockingScheduler()},
+        {"scheduler": AsyncIOScheduler},
+    ],
+    ids=str,
+)
+def test_wrong_configuration_is_refused_at_construction_with_a_hint(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="Hint: .+") as caught:
+        Singleton(**{"url": URL, **arguments})
+    assert caught.value.hint
+
+
+def test_a_scheduler_that_is_already_running_is_refused() -> None:
+    scheduler = BackgroundScheduler()
+    scheduler.start()
+    try:
+        with pytest.raises(ConfigurationError, match="remove scheduler.start"):
+            Singleton(scheduler, URL)
+    finally:
+        scheduler.shutdown()
+
+
+def test_without_any_url_the_error_says_how_to_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTAPI_SINGLETON_URL", raising=False)
+    with pytest.raises(ConfigurationError, match="FASTAPI_SINGLETON_URL"):
+        Singleton()
+    monkeypatch.setenv("FASTAPI_SINGLETON_URL", URL)
+    assert "localhost" in repr(Singleton())
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://user:s3cr3t/word@host/app",
+        "postgresql://user:s3cr3t#word@host/app",
+        "postgresql://user:s3cr3t?word@host/app",
+        "mysql://user:s3cr3t@host/app",
+    ],
+)
+def test_a_url_that_cannot_be_read_is_refused_without_showing_its_password(url: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Singleton(url=url)
+    assert "s3cr3t" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+async def test_one_lifespan_cannot_be_open_twice_but_can_be_entered_again(database: str) -> None:
+    singleton = Singleton(url=database)
+    async with singleton.lifespan():
+        with pytest.raises(ConfigurationError, match="already open"):
+            async with singleton.lifespan():
+                pass
+    async with singleton.lifespan():
+        await asyncio.sleep(0)
