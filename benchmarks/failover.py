@@ -102,7 +102,7 @@ def at_rest(store: EmbeddedPostgres, quick: bool) -> Iterator[Row]:
     aside = store.url.removesuffix("postgres") + "template1"
     with Gunicorn(store.url, workers=WORKERS) as server:
         settled(server)
-        time.sleep(2)  # the transactions of starting up are counted a moment late
+        time.sleep(5)  # the server counts a session's transactions late: those of starting up must be through
         [connections] = ask(aside, CONNECTIONS)
         [before] = ask(aside, COMMITS)
         time.sleep(REST)

@@ -60,6 +60,13 @@ class EmbeddedPostgres:
     def initialise(self) -> None:
         self.run("initdb", "--auth=trust", "--encoding=utf8", "--no-sync", "-U", "postgres", "-D", str(self.data))
 
+    def allow(self, network: str) -> None:
+        """Let clients in from another network than this machine's own."""
+        with (self.data / "pg_hba.conf").open("a") as rules:
+            rules.write(f"host all all {network} trust\n")
+        if self._process is not None:
+            self._process.send_signal(signal.SIGHUP)
+
     @classmethod
     def replica_of(cls, primary: "EmbeddedPostgres") -> "EmbeddedPostgres":
         """A hot standby that follows another server."""

@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -65,14 +66,11 @@ class Gunicorn:
             return
         self._process.send_signal(how)
         try:
-            self._process.wait(patience)
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience)
         finally:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self._process.wait()
             self._process = None
 
@@ -131,7 +129,5 @@ class Gunicorn:
 
 
 def _send(pid: int, how: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, how)
-    except ProcessLookupError:
-        pass

@@ -58,7 +58,7 @@ def test_the_public_names_are_these() -> None:
     ids=str,
 )
 def test_wrong_configuration_is_refused_at_construction_with_a_hint(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="Hint: .+") as caught:
+    with pytest.raises(ConfigurationError, match=r"Hint: .+") as caught:
         Singleton(**{"url": URL, **arguments})
     assert caught.value.hint
 
@@ -67,7 +67,7 @@ def test_a_scheduler_that_is_already_running_is_refused() -> None:
     scheduler = BackgroundScheduler()
     scheduler.start()
     try:
-        with pytest.raises(ConfigurationError, match="remove scheduler.start"):
+        with pytest.raises(ConfigurationError, match=r"remove scheduler\.start"):
             Singleton(scheduler, URL)
     finally:
         scheduler.shutdown()
