@@ -7,18 +7,35 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["ConfigurationError", "Singleton", "SingletonError", "Status", "__version__"]
+__all__ = [
+    "ConfigurationError",
+    "LostLeadershipError",
+    "NoRunError",
+    "Run",
+    "Singleton",
+    "SingletonError",
+    "Status",
+    "__version__",
+    "current_run",
+    "job_policy",
+]
 
 if TYPE_CHECKING:
-    from .errors import ConfigurationError, SingletonError
-    from .records import Status
+    from .errors import ConfigurationError, LostLeadershipError, NoRunError, SingletonError
+    from .jobs import current_run, job_policy
+    from .records import Run, Status
     from .singleton import Singleton
 
 _HOME = {
     "ConfigurationError": "errors",
+    "LostLeadershipError": "errors",
+    "NoRunError": "errors",
+    "Run": "records",
     "Singleton": "singleton",
     "SingletonError": "errors",
     "Status": "records",
+    "current_run": "jobs",
+    "job_policy": "jobs",
 }
 
 

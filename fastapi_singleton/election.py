@@ -46,7 +46,7 @@ class Duties:
         """Stop beginning anything new, at once. Called whenever a term ends; must not raise or wait."""
 
     def renewed(self) -> None:
-        """The term has been renewed."""
+        """The term has been renewed. Raising means that the work has failed since: as in `take_up`."""
 
     def standing_by(self) -> None:
         """Somebody else leads."""
@@ -126,13 +126,11 @@ class Elector:
         self._published = None
         logger.info("Elected: this worker leads with token %d", term.token, extra=_extra(term))
         try:
-            try:
-                await self._duties.take_up(term)
-            except Exception as error:
-                await self._resign(term, error)
-                return
-            self._resignations = 0
+            await self._duties.take_up(term)
             reason = await self._keep(term)
+        except Exception as error:
+            await self._resign(term, error)
+            return
         finally:
             # Before anything else: whatever ended the term, from here on nothing may begin under it.
             self._trusted = None
@@ -165,6 +163,7 @@ class Elector:
             self._answered()
             self._trusted = term, sent + self._timing.trust
             self._duties.renewed()
+            self._resignations = 0
             await self._wait(self._timing.renew_every)
         return None
 
@@ -173,8 +172,8 @@ class Elector:
         self._trusted = None
         self._duties.lay_down()
         self._resignations += 1
-        self.problem = f"This worker was elected but could not start its scheduler ({type(error).__name__})."
-        logger.error("Resigning: the scheduler could not be started on this worker", exc_info=error, extra=_extra(term))
+        self.problem = f"This worker was elected but could not do the work ({type(error).__name__}); see its log."
+        logger.error("Resigning: the scheduler cannot be run on this worker", exc_info=error, extra=_extra(term))
         await self._release(term)
         await self._pause(min(self._timing.lease, self._timing.poll * 2**self._resignations))
 

@@ -2,6 +2,8 @@
 
 SingletonError
 ├── ConfigurationError    what the application passed in cannot work; raised where it was passed
+├── LostLeadershipError   this run is no longer the one that may write; raised by `fence`
+├── NoRunError            `current_run()` was asked outside a job; also a LookupError
 └── StoreError            the store could not answer; never leaves the lifespan, shown in the status
     └── UnsafeStoreError  the store answers, but leading on it could double or lose runs: refused
 """
@@ -17,6 +19,14 @@ class SingletonError(Exception):
 
 class ConfigurationError(SingletonError):
     """The application asked for something that cannot work. Nothing was started or connected."""
+
+
+class LostLeadershipError(SingletonError):
+    """The run was given up for dead, and its writes are not wanted any more: let the transaction fail."""
+
+
+class NoRunError(SingletonError, LookupError):
+    """There is no current run: this code was not called by a scheduled job."""
 
 
 class StoreError(SingletonError):

@@ -1,11 +1,22 @@
 """Frozen values that travel between the rooms. Times are aware UTC datetimes, durations float seconds."""
 
+import hashlib
 import os
 import socket
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
+from enum import Enum
+from typing import Literal
+
+Outcome = Literal["running", "succeeded", "failed", "missed", "skipped", "abandoned"]
+Cause = Literal["schedule", "catch_up", "rerun", "manual"]
+
+
+def run_id(name: str, job: str, tick: datetime, attempt: int) -> str:
+    """The public name of a tick and attempt: whoever computes it, wherever, gets the same."""
+    text = "\0".join((name, job, tick.astimezone(UTC).isoformat(), str(attempt)))
+    return str(uuid.UUID(bytes=hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).digest()))
 
 
 @dataclass(frozen=True)
@@ -16,12 +27,13 @@ class Worker:
     hostname: str
     pid: int
     started_at: datetime
+    version: str = ""  # a digest of the jobs it knows: two of them in one fleet mean that a deploy is under way
 
     @classmethod
-    def here(cls) -> "Worker":
+    def here(cls, version: str = "") -> "Worker":
         """This process, with a new identity. Made inside the lifespan: what is made at import is shared by preloaded workers."""
         hostname, pid = socket.gethostname(), os.getpid()
-        return cls(f"{hostname}:{pid}:{uuid.uuid4().hex[:8]}", hostname, pid, datetime.now(UTC))
+        return cls(f"{hostname}:{pid}:{uuid.uuid4().hex[:8]}", hostname, pid, datetime.now(UTC), version)
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,120 @@ class WorkerView:
     role: Literal["leader", "standby"]
     started_at: datetime
     last_seen_at: datetime
+    version: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a job may know of the run it is in. `id` is the same for everybody who asks about this tick and attempt: the
+    idempotency key. `nonce` is this claimer's private proof, for `fence` alone."""
+
+    id: str
+    job: str
+    scheduled_for: datetime
+    attempt: int
+    token: int | None
+    nonce: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tick and attempt to be written into the ledger: as `running` it is claimed, otherwise it says why nothing runs.
+
+    A claim that reaches the ledger after `latest`, by the store's clock, is entered as missed.
+    """
+
+    job: str
+    tick: datetime
+    attempt: int = 1
+    cause: Cause = "schedule"
+    token: int | None = None
+    outcome: Literal["running", "skipped", "missed"] = "running"
+    error: str | None = None
+    latest: datetime | None = None
+    nonce: str = field(default_factory=lambda: uuid.uuid4().hex, repr=False)
+
+    @property
+    def key(self) -> tuple[str, datetime, int]:
+        return self.job, self.tick, self.attempt
+
+
+class Verdict(Enum):
+    """What the ledger answered to an entry."""
+
+    YOURS = "yours"  # claimed, and by nobody else: run it
+    WRITTEN = "written"  # entered as what it was meant to be, or as missed
+    TAKEN = "taken"  # there is a row for this tick and attempt already
+    PRUNED = "pruned"  # so old that a row for it may have been deleted
+    EARLY = "early"  # not yet due by the store's clock: ask again
+    LOST = "lost"  # the term is over
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a claimed run ended."""
+
+    entry: Entry
+    outcome: Literal["succeeded", "failed", "abandoned"]
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class JobNote:
+    """A job as this worker's code defines it. A changed `fingerprint` is a changed schedule; `anchor` is its phase."""
+
+    key: str
+    fingerprint: str
+    anchor: datetime | None
+    paused: bool
+
+
+@dataclass(frozen=True)
+class JobState:
+    """A job as the fleet remembers it: ticks after `since` may lack a row, none before does."""
+
+    since: datetime
+    anchor: datetime | None
+    paused: bool
+    removed: bool
+    new: bool  # it has only just been met
+
+
+@dataclass(frozen=True)
+class JobChange:
+    """What a leader has to say of a job it knows; None leaves a field as it was. `since` only ever grows."""
+
+    key: str
+    paused: bool | None = None
+    removed: bool | None = None
+    since: datetime | None = None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A run cut short by a crash, with no later attempt yet."""
+
+    job: str
+    tick: datetime
+    attempt: int
+    found_at: datetime
+
+
+@dataclass(frozen=True)
+class RunView:
+    id: str
+    job: str
+    scheduled_for: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    duration_seconds: float | None
+    outcome: Outcome
+    error: str | None
+    attempt: int
+    token: int | None
+    worker: str
+    cause: Cause
 
 
 @dataclass(frozen=True)
@@ -59,7 +185,7 @@ class JobView:
     trigger: str
     next_run_at: datetime | None
     paused: bool
-    last_run: dict[str, Any] | None = None
+    last_run: RunView | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +195,7 @@ class Fleet:
     leader: LeaderView | None = None
     workers: tuple[WorkerView, ...] = ()
     jobs: tuple[JobView, ...] = ()
+    runs: tuple[RunView, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,4 +220,5 @@ class Status:
     leader: LeaderView | None
     workers: tuple[WorkerView, ...]
     jobs: tuple[JobView, ...]
-    runs: tuple[dict[str, Any], ...] = ()
+    runs: tuple[RunView, ...]
+    versions: tuple[str, ...]  # more than one: a deploy is under way

@@ -2,16 +2,18 @@
 
 import asyncio
 import logging
-import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from .backends import Backend, find_store
 from .election import Duties, Elector
-from .errors import ConfigurationError
-from .records import BackendView, Fleet, Status, Term, Worker
+from .errors import ConfigurationError, StoreError
+from .jobs import current_run
+from .ledger import Ledger
+from .records import BackendView, Fleet, RunView, Status, Term, Worker
 from .scheduling import SchedulerDuties
 from .timing import Timing, boot_clock
 
@@ -22,6 +24,7 @@ logger = logging.getLogger("fastapi_singleton")
 
 URL_VARIABLE = "FASTAPI_SINGLETON_URL"
 _DAY = 86_400.0
+_LONGEST = 36_500 * _DAY
 
 
 class Singleton:
@@ -52,8 +55,8 @@ class Singleton:
         if mode != "leader":
             raise ConfigurationError(f"mode={mode!r} is not available.", hint="use mode='leader'.")
         for label, seconds in (("catch_up", catch_up), ("drain", drain), ("keep_runs", keep_runs)):
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
-                raise ConfigurationError(f"{label}={seconds!r} is not a duration.", hint="pass seconds, 0 or more.")
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= _LONGEST:
+                raise ConfigurationError(f"{label}={seconds!r} is not a duration.", hint="pass seconds: 0 or more, a century at most.")
         if keep_runs < 2 * catch_up:
             raise ConfigurationError(
                 f"keep_runs={keep_runs!r} is shorter than twice catch_up={catch_up!r}.",
@@ -67,7 +70,8 @@ class Singleton:
         if connect is None:
             url = url or os.environ.get(URL_VARIABLE) or None
         self._store = find_store(url, connect)
-        self._duties = SchedulerDuties(scheduler, catch_up) if scheduler is not None else None
+        self._duties = SchedulerDuties(scheduler, catch_up, keep_runs) if scheduler is not None else None
+        self._said_disjoint = False
         self._worker: Worker | None = None
         self._backend: Backend | None = None
         self._elector: Elector | None = None
@@ -95,7 +99,7 @@ class Singleton:
                 hint="enter it once: pass it to FastAPI(lifespan=...) or use it inside your own lifespan, not both.",
             )
         # Made here, not at import: preloaded workers share what was made before they were forked.
-        worker = Worker.here()
+        worker = Worker.here(self._duties.version if self._duties is not None else "")
         if not self._enabled:
             logger.info("fastapi_singleton is disabled: no election, and the scheduler is not started")
             self._worker = worker
@@ -106,32 +110,38 @@ class Singleton:
             return
         backend = self._store.open(self._name, worker, self._timing)
         elector = Elector(backend, self._timing, self._duties or Duties())
+        ledger = Ledger(backend, self._timing)
         if self._duties is not None:
-            self._duties.open(lambda: elector.term)
+            self._duties.open(self._name, self._timing.lease, lambda: elector.term, backend, ledger)
         self._worker, self._backend, self._elector = worker, backend, elector
-        # A task that the lifespan merely holds: a task group across `yield` would tear the application's resources
-        # down while the server still answers.
-        election = asyncio.create_task(elector.run(), name=f"fastapi_singleton:{self._name}")
+        # Tasks that the lifespan merely holds: a task group across `yield` would tear the application's resources down
+        # while the server still answers.
+        election = asyncio.create_task(elector.run(), name=f"fastapi_singleton:{self._name}:election")
+        writing = asyncio.create_task(ledger.run(), name=f"fastapi_singleton:{self._name}:ledger")
         try:
             yield
         finally:
             try:
-                await self._stop(elector, election)
+                await self._stop(elector, election, ledger)
             finally:
+                writing.cancel()
+                ledger.close()
                 election.cancel()
                 await backend.close()
-                if self._duties is not None:
-                    await self._duties.close()
                 self._worker = self._backend = self._elector = None
 
-    async def _stop(self, elector: Elector, election: "asyncio.Task[None]") -> None:
-        """Stop contending → pause → wait for running jobs, still renewing → release and notify. Bounded throughout."""
+    async def _stop(self, elector: Elector, election: "asyncio.Task[None]", ledger: Ledger) -> None:
+        """Stop contending → pause → wait for running jobs, still renewing → write down how they ended → release and
+        notify. Bounded throughout."""
         elector.stop_contending()
         if self._duties is not None:
             self._duties.lay_down()
             left = await self._duties.drain(self._drain)
             if left:
                 logger.warning("%d job(s) still run after the %g s allowed for draining", left, self._drain)
+            await self._duties.close()
+            if unwritten := await ledger.flush(2 * self._timing.request_timeout):
+                logger.warning("The store did not take the endings of %d run(s)", unwritten)
         elector.retire()
         # Each step of the loop is bounded by the request timeout; this only guards against the unforeseen.
         await asyncio.wait([election], timeout=4 * self._timing.request_timeout + 1)
@@ -158,7 +168,9 @@ class Singleton:
             worst_case_failover_seconds=self._timing.worst_case_failover,
             leader=leader,
             workers=fleet.workers,
+            versions=tuple(sorted({worker.version for worker in fleet.workers if worker.version})),
             jobs=fleet.jobs,
+            runs=fleet.runs,
         )
 
     def _problems(self) -> list[str]:
@@ -166,14 +178,45 @@ class Singleton:
             return ["This worker is disabled (enabled=False): it neither leads nor runs jobs."]
         if self._elector is None:
             return ["The lifespan is not open: pass singleton.lifespan to FastAPI(lifespan=...)."]
-        return [self._elector.problem] if self._elector.problem is not None else []
+        problems = [self._elector.problem] if self._elector.problem is not None else []
+        if self._duties is not None:
+            problems += self._duties.problems
+        if self._is_disjoint():
+            problem = (
+                f"This worker has none of the jobs that the leader of {self._name!r} runs, so its own never run. "
+                "Hint: two services that share a database need two names: Singleton(..., name=...)."
+            )
+            problems.append(problem)
+            if not self._said_disjoint:
+                self._said_disjoint = True
+                logger.error("%s", problem)
+        return problems
+
+    def _is_disjoint(self) -> bool:
+        """Whether the fleet's leader is of another service: it runs jobs, and none of this worker's."""
+        if self._duties is None or self._backend is None or self.is_leader:
+            return False
+        led = {job.id for job in self._backend.fleet.jobs}
+        return bool(led and self._duties.keys and led.isdisjoint(self._duties.keys))
+
+    async def runs(self, job: str, *, limit: int = 50, before: datetime | None = None) -> list[RunView]:
+        """A job's runs, the newest first, from before that scheduled time on. Asks the store: `StoreError` if it is away."""
+        if self._backend is None:
+            raise StoreError("The lifespan is not open.", hint="ask while the application runs.")
+        return await self._backend.runs(job, limit, before)
+
+    async def fence(self, connection: Any) -> None:
+        """Inside a job, in your own asyncpg transaction: raise `LostLeadershipError` unless this run is still the one that
+        may write. Until the transaction ends nobody can give the run up for dead."""
+        await self._store.fence(connection, self._name, current_run())
 
     def router(
         self, *, prefix: str = "/scheduler", dependencies: Sequence[Any] = (), actions: bool = False
     ) -> "APIRouter":
-        """Routes that show this singleton: `GET {prefix}/status`. Guard them with `dependencies`, as any router."""
+        """Routes that show this singleton: `GET {prefix}/status` and `GET {prefix}/jobs/{id}/runs`. Guard them with
+        `dependencies`, as any router."""
         from .web.router import make_router
 
         if actions:
             raise ConfigurationError("The router has no actions.", hint="leave out actions=True.")
-        return make_router(self.status, prefix=prefix, dependencies=dependencies)
+        return make_router(self.status, self.runs, prefix=prefix, dependencies=dependencies)

@@ -8,23 +8,41 @@ Rules of the seam:
 - `fleet` is refreshed by `acquire` and `renew` alone; reading it asks nobody.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from ..errors import ConfigurationError
-from ..records import Fleet, JobView, Term, Worker
+from ..records import (
+    Cut,
+    Ending,
+    Entry,
+    Fleet,
+    JobChange,
+    JobNote,
+    JobState,
+    JobView,
+    Run,
+    RunView,
+    Term,
+    Verdict,
+    Worker,
+)
 from ..timing import Timing
 
 SCHEMES = ("postgresql", "postgres", "postgresql+asyncpg")
 
 
 class Backend(Protocol):
-    """One worker's access to the store."""
+    """One worker's access to the store: leadership, ledger, and what the fleet remembers of its jobs."""
 
     @property
     def fleet(self) -> Fleet:
         """What the store said when it was last asked."""
+
+    def now(self) -> datetime:
+        """The store's clock as it was last heard, carried on by a local one that no one sets; asks nobody."""
 
     async def acquire(self) -> Term | None:
         """Show that this worker is alive and try to lead: a new term, or None while somebody else leads."""
@@ -44,6 +62,34 @@ class Backend(Protocol):
     async def close(self) -> None:
         """Leave the fleet and let go of the connection. Bounded, and never raises because the store is away."""
 
+    async def enter(self, entries: Sequence[Entry]) -> list[Verdict]:
+        """Write ticks into the ledger, all in one round trip; one verdict for each, in their order. Sending the same
+        entries again, on whatever session, is how a lost reply is resolved. No two may have the same key."""
+
+    async def finish(self, endings: Sequence[Ending]) -> set[str]:
+        """Write down how runs ended. Returns the nonces of those whose row somebody holds just now: try them again."""
+
+    async def ticks(self, term: Term, since: Mapping[str, datetime]) -> dict[str, set[datetime]]:
+        """For each of these jobs, the ticks after that time that have a row."""
+
+    async def runs(self, job: str, limit: int, before: datetime | None = None) -> list[RunView]:
+        """A job's runs, the newest first, from before that tick on."""
+
+    async def meet(self, term: Term, notes: Sequence[JobNote]) -> dict[str, JobState]:
+        """Make jobs known to the fleet at their first meeting; what it remembers of each."""
+
+    async def note(self, term: Term, changes: Sequence[JobChange]) -> None:
+        """Change what the fleet remembers of jobs."""
+
+    async def sweep(self, term: Term) -> int:
+        """Give up the unfinished runs of workers that have not been seen for a whole lease; how many."""
+
+    async def cut(self, term: Term, jobs: Sequence[str], attempts: int, within: float) -> list[Cut]:
+        """The given jobs' runs that were given up within the last so many seconds, of fewer attempts, not yet repeated."""
+
+    async def prune(self, term: Term, keep: float) -> int:
+        """Delete some rows older than that, and see that their ticks can never be claimed again; how many."""
+
 
 class Store(Protocol):
     """Where the store is, checked and without a connection: what can be known at construction."""
@@ -58,6 +104,9 @@ class Store(Protocol):
 
     def open(self, name: str, worker: Worker, timing: Timing) -> Backend:
         """A backend for one worker; it connects when it is first asked something."""
+
+    async def fence(self, connection: Any, name: str, run: Run) -> None:
+        """Raise unless the run may still write in the transaction this connection is in."""
 
 
 def find_store(url: str | None, connect: Callable[[], Awaitable[Any]] | None) -> Store:

@@ -161,6 +161,7 @@ async def test_one_connection_per_worker_and_one_statement_per_poll_and_renewal(
             calls.append(statement)
             return await fetch(statement, *arguments)
 
+        await ask()  # the first look at the jobs and runs takes one statement more
         session.fetch = counted
         await ask()
         assert len(calls) == 1

@@ -69,7 +69,7 @@ def test_the_status_has_the_shape_of_the_contract(database: str) -> None:
         document = wait_for_status(client, status="ok")
         assert list(document) == [
             "status", "problems", "answered_by", "name", "mode", "backend", "lease_seconds",
-            "worst_case_failover_seconds", "leader", "workers", "jobs", "runs",
+            "worst_case_failover_seconds", "leader", "workers", "jobs", "runs", "versions",
         ]  # fmt: skip
         assert set(document["leader"]) == {"worker", "hostname", "pid", "token", "acquired_at", "renewed_at"}
         assert set(document["workers"][0]) == {"worker", "hostname", "pid", "role", "started_at", "last_seen_at"}

@@ -17,10 +17,15 @@ URL = "postgresql://localhost/app"
 def test_the_public_names_are_these() -> None:
     assert sorted(fastapi_singleton.__all__) == [
         "ConfigurationError",
+        "LostLeadershipError",
+        "NoRunError",
+        "Run",
         "Singleton",
         "SingletonError",
         "Status",
         "__version__",
+        "current_run",
+        "job_policy",
     ]
     for name in fastapi_singleton.__all__:
         assert getattr(fastapi_singleton, name) is not None

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,12 +17,11 @@ from apscheduler.jobstores.sqlalchemy import SQLAlchemyJobStore
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.schedulers.background import BackgroundScheduler
 
-from fastapi_singleton.records import Term
 from fastapi_singleton.scheduling import SchedulerDuties, job_key
 
 from ..conftest import eventually
+from ..leading import Leading, leading
 
-TERM = Term("unit", 1, "here:1:abc")
 SOON = timedelta(seconds=0.05)
 ran: list[object] = []
 
@@ -60,18 +59,11 @@ def paused_scheduler(url: str) -> Any:
     return scheduler
 
 
-class Trust:
-    def __init__(self) -> None:
-        self.term: Term | None = TERM
-
-    def __call__(self) -> Term | None:
-        return self.term
-
-
-def open_duties(scheduler: Any, trust: Callable[[], Term | None], catch_up: float = 600.0) -> SchedulerDuties:
-    duties = SchedulerDuties(scheduler, catch_up)
-    duties.open(trust)
-    return duties
+@pytest.fixture
+async def leader(database: str) -> AsyncIterator[Leading]:
+    async with leading(database) as worker:
+        await worker.elect()
+        yield worker
 
 
 @contextmanager
@@ -93,66 +85,54 @@ def test_the_private_names_of_apscheduler_are_still_there() -> None:
 
 
 @pytest.mark.parametrize("kind", [AsyncIOScheduler, BackgroundScheduler])
-async def test_jobs_run_under_a_trusted_term(kind: Any) -> None:
+async def test_jobs_run_under_a_trusted_term(kind: Any, leader: Leading) -> None:
     scheduler = kind(timezone="UTC")
     scheduler.add_job(thread_job, "date", run_date=soon(), id="thread")
     if kind is AsyncIOScheduler:
         scheduler.add_job(coroutine_job, "date", run_date=soon(), id="coroutine")
-    duties = open_duties(scheduler, Trust())
+    duties = leader.open(scheduler)
     assert not scheduler.running
-    await duties.take_up(TERM)
+    await leader.take_up(duties)
     await eventually(lambda: len(ran) == (2 if kind is AsyncIOScheduler else 1), "the jobs' runs")
     await duties.close()
     assert not scheduler.running
 
 
 @pytest.mark.parametrize("kind", [AsyncIOScheduler, BackgroundScheduler])
-async def test_nothing_runs_once_trust_has_lapsed_and_no_event_says_it_did(kind: Any) -> None:
-    scheduler, trust = kind(timezone="UTC"), Trust()
+async def test_nothing_runs_once_trust_has_lapsed_and_no_event_says_it_did(kind: Any, leader: Leading) -> None:
+    scheduler = kind(timezone="UTC")
     scheduler.add_job(thread_job, "interval", seconds=0.05, id="thread")
-    duties = open_duties(scheduler, trust)
+    duties = await leader.lead(scheduler)
+    await eventually(lambda: ran, "a run under trust")
+    leader.trusted = None
+    assert await duties.drain(5) == 0
+    ran.clear()
     with events(scheduler, EVENT_JOB_EXECUTED | EVENT_JOB_ERROR | EVENT_JOB_MISSED) as seen:
-        trust.term = None
-        await duties.take_up(TERM)
-        refused = duties._guarded_executor("default")
         before = scheduler.get_job("thread").next_run_time
         await eventually(lambda: scheduler.get_job("thread").next_run_time > before + 3 * SOON, "some refused ticks")
         assert await duties.drain(5) == 0
-        assert refused.inner is not None
     assert ran == []
     assert seen == []
     await duties.close()
 
 
-async def test_a_paused_scheduler_does_not_replay_what_fell_due_meanwhile() -> None:
-    scheduler = AsyncIOScheduler(timezone="UTC")
-    scheduler.add_job(coroutine_job, "interval", hours=1, id="hourly")
-    duties = open_duties(scheduler, Trust())
-    await duties.take_up(TERM)
-    duties.lay_down()
-    scheduler.modify_job("hourly", next_run_time=datetime.now(UTC) - timedelta(minutes=1))
-    await duties.take_up(TERM)
-    job = scheduler.get_job("hourly")
-    assert job.next_run_time > datetime.now(UTC)
-    assert ran == []
-    await duties.close()
-
-
-async def test_a_tick_may_be_late_by_catch_up_and_no_more() -> None:
+async def test_a_tick_may_be_late_by_catch_up_and_no_more(leader: Leading) -> None:
     scheduler = AsyncIOScheduler(timezone="UTC")
     late = datetime.now(UTC) - timedelta(seconds=30)
     for name, grace in (("default", 1), ("unlimited", None), ("narrow", 5)):
         scheduler.add_job(ran.append, args=(name,), trigger="date", run_date=late, id=name, misfire_grace_time=grace)
-    duties = open_duties(scheduler, Trust())
     with events(scheduler, EVENT_JOB_MISSED) as missed:
-        await duties.take_up(TERM)
+        await leader.lead(scheduler)
         await eventually(lambda: len(ran) == 2 and len(missed) == 1, "two late runs and one missed")
     assert sorted(map(str, ran)) == ["default", "unlimited"]
     assert missed[0].job_id == "narrow"
-    await duties.close()
+    [row] = await leader.runs("narrow")
+    assert row.outcome == "missed"
+    assert row.error is not None
+    assert "after its time" in row.error
 
 
-async def test_the_drain_waits_for_coroutines_and_threads_and_is_bounded() -> None:
+async def test_the_drain_waits_for_coroutines_and_threads_and_is_bounded(leader: Leading) -> None:
     release, started = threading.Event(), threading.Event()
 
     def slow_thread() -> None:
@@ -167,8 +147,7 @@ async def test_the_drain_waits_for_coroutines_and_threads_and_is_bounded() -> No
     scheduler = AsyncIOScheduler(timezone="UTC")
     scheduler.add_job(slow_thread, "date", run_date=soon(), id="thread")
     scheduler.add_job(slow_coroutine, "date", run_date=soon(), id="coroutine")
-    duties = open_duties(scheduler, Trust())
-    await duties.take_up(TERM)
+    duties = await leader.lead(scheduler)
     await eventually(started.is_set, "the thread's start")
     await eventually(lambda: len(duties._under_way) == 2, "both under way")
     duties.lay_down()
@@ -179,12 +158,12 @@ async def test_the_drain_waits_for_coroutines_and_threads_and_is_bounded() -> No
     await duties.close()
 
 
-async def test_a_process_pool_runs_jobs_survives_a_dead_child_and_says_so(tmp_path: Path) -> None:
+async def test_a_process_pool_runs_jobs_survives_a_dead_child_and_says_so(leader: Leading, tmp_path: Path) -> None:
     scheduler = BackgroundScheduler(timezone="UTC", executors={"default": ProcessPoolExecutor(1)})
     scheduler.add_job(dying_child_job, "date", run_date=soon(), id="dying")
-    duties = open_duties(scheduler, Trust())
+    duties = leader.open(scheduler)
     with events(scheduler, EVENT_JOB_ERROR) as failed:
-        await duties.take_up(TERM)
+        await leader.take_up(duties)
         await eventually(lambda: failed, "the dead child's event")
     assert await duties.drain(30) == 0
     out = tmp_path / "pid"
@@ -196,46 +175,50 @@ async def test_a_process_pool_runs_jobs_survives_a_dead_child_and_says_so(tmp_pa
 
 
 @pytest.mark.parametrize("pool", [False, True])
-async def test_an_application_can_be_started_again_with_the_same_scheduler(pool: bool) -> None:
+async def test_an_application_can_be_started_again_with_the_same_scheduler(pool: bool, leader: Leading) -> None:
     executors = {"default": ThreadPoolExecutor(2)} if pool else {}
     scheduler = BackgroundScheduler(timezone="UTC", executors=executors)
     scheduler.add_job(thread_job, "interval", seconds=0.05, id="thread")
-    duties = SchedulerDuties(scheduler, 600)
+    duties = SchedulerDuties(scheduler, 600, 86_400)
     for _ in range(3):
         ran.clear()
-        duties.open(Trust())
-        await duties.take_up(TERM)
+        leader.reopen(duties)
+        await leader.take_up(duties)
         await eventually(lambda: ran, "a run")
         await duties.close()
         assert [job.id for job in scheduler.get_jobs()] == ["thread"]
 
 
-async def test_jobs_added_inside_the_applications_own_lifespan_are_not_doubled_by_a_second_start() -> None:
+async def test_jobs_added_inside_the_applications_own_lifespan_are_not_doubled_by_a_second_start(
+    leader: Leading,
+) -> None:
     scheduler = AsyncIOScheduler(timezone="UTC")
-    duties = SchedulerDuties(scheduler, 600)
+    duties = SchedulerDuties(scheduler, 600, 86_400)
     for _ in range(2):
         scheduler.add_job(coroutine_job, "interval", hours=1)
-        duties.open(Trust())
-        await duties.take_up(TERM)
+        leader.reopen(duties)
+        await leader.take_up(duties)
         assert len(scheduler.get_jobs()) == 1
         await duties.close()
 
 
-async def test_a_failed_start_can_be_tried_again() -> None:
+async def test_a_failed_start_can_be_tried_again(leader: Leading) -> None:
     scheduler = AsyncIOScheduler(timezone="UTC")
     scheduler.add_job(coroutine_job, "date", run_date=soon(), id="good")
     scheduler.add_job(coroutine_job, "interval", hours=1, id="bad", jobstore="nowhere")
-    duties = open_duties(scheduler, Trust())
+    duties = leader.open(scheduler)
     for _ in range(2):
         with pytest.raises(KeyError):
-            await duties.take_up(TERM)
+            await leader.take_up(duties)
     scheduler.add_jobstore("memory", "nowhere")
-    await duties.take_up(TERM)
+    await leader.take_up(duties)
     await eventually(lambda: ran == ["coroutine"], "the good job")
     await duties.close()
 
 
-async def test_a_shared_store_keeps_jobs_of_other_versions_and_unknown_executors(tmp_path: Path) -> None:
+async def test_a_shared_store_keeps_jobs_of_other_versions_and_unknown_executors(
+    leader: Leading, tmp_path: Path
+) -> None:
     url = f"sqlite:///{tmp_path}/jobs.sqlite"
     due = datetime.now(UTC) - timedelta(seconds=1)
     writer = paused_scheduler(url)
@@ -249,8 +232,7 @@ async def test_a_shared_store_keeps_jobs_of_other_versions_and_unknown_executors
     try:
         scheduler = BackgroundScheduler(timezone="UTC", jobstores={"default": SQLAlchemyJobStore(url)})
         scheduler.add_job(coroutine_job, "interval", hours=1, id="here")  # stored already, and not to be replaced
-        duties = open_duties(scheduler, Trust())
-        await duties.take_up(TERM)
+        duties = await leader.lead(scheduler)
         await eventually(
             lambda: all(job.next_run_time > datetime.now(UTC) for job in scheduler.get_jobs()), "the due jobs' turn"
         )

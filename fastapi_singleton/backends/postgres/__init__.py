@@ -3,7 +3,8 @@
 address.py  which server, without a secret in any text
 session.py  the one dedicated connection per worker, and every reason to refuse it
 schema.py   the tables, created by whichever worker comes first
-backend.py  the lock, the term, the fleet
+ledger.py   the statements of the ledger, and how their rows are read
+backend.py  the lock, the term, the fleet; the one place that sends statements
 """
 
 from .address import PostgresStore

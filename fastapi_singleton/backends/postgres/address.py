@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
 from ...errors import ConfigurationError
-from ...records import Worker
+from ...records import Run, Worker
 from ...timing import Timing
 
 if TYPE_CHECKING:
@@ -94,6 +94,11 @@ class PostgresStore:
         from .backend import PostgresBackend
 
         return PostgresBackend(self, name, worker, timing)
+
+    async def fence(self, connection: Any, name: str, run: Run) -> None:
+        from .ledger import fence
+
+        await fence(connection, name, run)
 
     def redact(self, text: str) -> str:
         """The text without the password, whoever put it there."""

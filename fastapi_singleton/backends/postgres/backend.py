@@ -1,4 +1,4 @@
-"""The lock, the term and the fleet on PostgreSQL: one session per worker does all of it.
+"""The lock, the term, the fleet and the ledger on PostgreSQL: one session per worker does all of it.
 
 Leading means owning the advisory lock of the name on this very session. The `term` row beside it gives the leadership its
 growing token and lets every worker see who leads; it is written only by the session that owns the lock.
@@ -11,19 +11,38 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ...records import Fleet, JobView, LeaderView, Term, Worker, WorkerView
-from ...timing import Timing
+from ...errors import StoreError
+from ...records import (
+    Cut,
+    Ending,
+    Entry,
+    Fleet,
+    JobChange,
+    JobNote,
+    JobState,
+    JobView,
+    LeaderView,
+    RunView,
+    Term,
+    Verdict,
+    Worker,
+    WorkerView,
+)
+from ...timing import Timing, boot_clock
+from . import ledger
 from .address import PostgresStore
+from .ledger import HISTORY_DIGEST
 from .session import Session
 
 # Shows that this worker lives; rewrites its row only when it has grown old, so that most polls write nothing.
 _SEEN = """
-    INSERT INTO fastapi_singleton.worker AS w (name, worker, hostname, pid, started_at, last_seen_at)
-    VALUES ($1, $2, $3, $4, $5, clock_timestamp())
+    INSERT INTO fastapi_singleton.worker AS w (name, worker, hostname, pid, started_at, version, last_seen_at)
+    VALUES ($1, $2, $3, $4, $5, $7, clock_timestamp())
     ON CONFLICT (name, worker) DO UPDATE SET last_seen_at = clock_timestamp()
     WHERE w.last_seen_at < clock_timestamp() - $6::interval / 8
     RETURNING w.*
@@ -38,12 +57,18 @@ _WORKERS = """
     ) AS w) AS workers
 """
 
+# Changes when the jobs or the newest runs do: what every poll would otherwise carry is fetched only then.
+_DIGEST = f"concat(t.token, ' ', t.jobs_revision, ' ', {HISTORY_DIGEST}) AS digest"
+_TERM = "t.worker, t.hostname, t.pid, t.token, t.acquired_at, t.renewed_at"
+
 # Tries the lock without ever waiting for it, and reads the fleet, in one round trip. Gives at most one session `won`.
 CONTEND = f"""
 WITH seen AS ({_SEEN})
-SELECT pg_try_advisory_lock($7) AS won, {_WORKERS},
-       (SELECT row_to_json(t) FROM fastapi_singleton.term AS t
-        WHERE t.name = $1 AND t.released_at IS NULL AND t.renewed_at > clock_timestamp() - $6::interval) AS term
+SELECT pg_try_advisory_lock($8) AS won, {_WORKERS}, clock_timestamp() AS now, t.*
+FROM (SELECT) AS always LEFT JOIN LATERAL (
+    SELECT {_TERM}, t.released_at IS NULL AND t.renewed_at > clock_timestamp() - $6::interval AS current, {_DIGEST}
+    FROM fastapi_singleton.term AS t WHERE t.name = $1
+) AS t ON true
 """
 
 # Opens a term. The token grows even if the store lost its last writes, because it is never behind the store's clock.
@@ -63,11 +88,12 @@ RETURNING t.token, pg_notify($5, 'elected')
 RENEW = f"""
 WITH seen AS ({_SEEN}),
 mine AS (
-    UPDATE fastapi_singleton.term SET renewed_at = clock_timestamp(), jobs = coalesce($8::text::jsonb, jobs)
-    WHERE name = $1 AND token = $7 AND worker = $2 AND released_at IS NULL
-    RETURNING *
+    UPDATE fastapi_singleton.term AS t SET renewed_at = clock_timestamp(), jobs = coalesce($9::text::jsonb, jobs),
+        jobs_revision = jobs_revision + ($9::text IS NOT NULL)::int
+    WHERE name = $1 AND token = $8 AND worker = $2 AND released_at IS NULL
+    RETURNING {_TERM}, true AS current, {_DIGEST}
 )
-SELECT (SELECT row_to_json(mine) FROM mine) AS term, {_WORKERS}
+SELECT mine.*, {_WORKERS}, clock_timestamp() AS now FROM mine
 """
 
 # Ends the term, keeps its token, frees the lock, then (at commit, so after the unlock) wakes the standbys.
@@ -78,9 +104,15 @@ WITH ended AS (
 SELECT pg_advisory_unlock($3), pg_notify($4, 'released')
 """
 
-LEAVE = "DELETE FROM fastapi_singleton.worker WHERE name = $1 AND worker = $2"
+# A worker with a thread still running stays known until its lease is over, so that its run is not given up before.
+LEAVE = """
+DELETE FROM fastapi_singleton.worker WHERE name = $1 AND worker = $2 AND NOT EXISTS (
+    SELECT FROM fastapi_singleton.run WHERE name = $1 AND worker = $2 AND outcome = 'running')
+"""
 
-_STATEMENTS = {"contend": CONTEND, "elect": ELECT, "renew": RENEW, "release": RELEASE, "leave": LEAVE}
+_STATEMENTS = {
+    "contend": CONTEND, "elect": ELECT, "renew": RENEW, "release": RELEASE, "leave": LEAVE, **ledger.STATEMENTS,
+}  # fmt: skip
 
 # After a leader's death on this host the server still needs a moment to notice the closed socket and free the lock.
 _EAGER = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
@@ -104,7 +136,11 @@ class PostgresBackend:
         self._channel = f"fastapi_singleton_{self._key & 0xFFFF_FFFF_FFFF_FFFF:016x}"
         self._session: Session | None = None
         self._owned: Term | None = None
+        self._opening = asyncio.Lock()
+        self._closed = False
         self._fleet = Fleet()
+        self._digest: str | None = None
+        self._clock = datetime.now(UTC), boot_clock()  # until the store has told
         self._news = asyncio.Event()
         self._eager: list[float] = []
         self._watched: str | None = None
@@ -114,17 +150,24 @@ class PostgresBackend:
     def fleet(self) -> Fleet:
         return self._fleet
 
+    def now(self) -> datetime:
+        told, heard = self._clock
+        return told + timedelta(seconds=boot_clock() - heard)
+
+    # -- leadership --------------------------------------------------------------------------------------------------
+
     async def acquire(self) -> Term | None:
         # Cleared before asking: what is heard from now on may be newer than the answer.
         self._news.clear()
         session = await self._open_session()
         [row] = await session.fetch("contend", *self._presence(), self._key)
-        self._see(row)
         if not row["won"]:
+            await self._see(session, row)
             return None
         me = self._worker
         [elected] = await session.fetch("elect", self._name, me.worker, me.hostname, me.pid, self._channel)
         self._owned = Term(self._name, elected["token"], me.worker)
+        self._clock = row["now"], boot_clock()
         self._watch(None)
         return self._owned
 
@@ -135,11 +178,11 @@ class PostgresBackend:
             return False
         self._news.clear()
         published = None if jobs is None else json.dumps([_job_document(job) for job in jobs])
-        [row] = await session.fetch("renew", *self._presence(), term.token, published)
-        if row["term"] is None:
+        rows = await session.fetch("renew", *self._presence(), term.token, published)
+        if not rows:
             self._drop_session()
             return False
-        self._see(row)
+        await self._see(session, rows[0])
         return True
 
     async def release(self, term: Term) -> None:
@@ -163,6 +206,7 @@ class PostgresBackend:
         self._drop_session()
 
     async def close(self) -> None:
+        self._closed = True
         self._watch(None)
         session, self._session, self._owned = self._session, None, None
         if session is None or not session.alive:
@@ -173,22 +217,79 @@ class PostgresBackend:
         except Exception:
             session.terminate()
 
+    # -- ledger ------------------------------------------------------------------------------------------------------
+
+    async def enter(self, entries: Sequence[Entry]) -> list[Verdict]:
+        session = await self._open_session()
+        arguments = ledger.entry_arguments(self._name, self._worker.worker, self._timing.lease, entries)
+        verdicts = {row["nonce"]: Verdict(row["verdict"]) for row in await session.fetch("enter", *arguments)}
+        return [verdicts[entry.nonce] for entry in entries]
+
+    async def finish(self, endings: Sequence[Ending]) -> set[str]:
+        session = await self._open_session()
+        held = await session.fetch("finish", *ledger.ending_arguments(self._name, endings))
+        return {row["nonce"] for row in held}
+
+    async def ticks(self, term: Term, since: Mapping[str, datetime]) -> dict[str, set[datetime]]:
+        found: dict[str, set[datetime]] = {key: set() for key in since}
+        for row in await self._leading(term).fetch("ticks", self._name, list(since), list(since.values())):
+            found[row["job"]].add(row["tick"])
+        return found
+
+    async def meet(self, term: Term, notes: Sequence[JobNote]) -> dict[str, JobState]:
+        columns = [[getattr(note, field) for note in notes] for field in ("key", "fingerprint", "anchor", "paused")]
+        rows = await self._leading(term).fetch("meet", self._name, *columns)
+        return {row["key"]: JobState(*(row[field.name] for field in fields(JobState))) for row in rows}
+
+    async def note(self, term: Term, changes: Sequence[JobChange]) -> None:
+        columns = [[getattr(change, field) for change in changes] for field in ("key", "paused", "removed", "since")]
+        await self._leading(term).fetch("note", self._name, *columns)
+
+    async def sweep(self, term: Term) -> int:
+        lease = timedelta(seconds=self._timing.lease)
+        return len(await self._leading(term).fetch("sweep", self._name, self._worker.worker, lease))
+
+    async def cut(self, term: Term, jobs: Sequence[str], attempts: int, within: float) -> list[Cut]:
+        rows = await self._leading(term).fetch("cut", self._name, jobs, attempts, timedelta(seconds=within))
+        return [Cut(row["job"], row["tick"], row["attempt"], row["finished_at"]) for row in rows]
+
+    async def prune(self, term: Term, keep: float) -> int:
+        rows = await self._leading(term).fetch("prune", self._name, term.token, timedelta(seconds=keep))
+        return rows[0]["deleted"] if rows else 0
+
+    async def runs(self, job: str, limit: int, before: datetime | None = None) -> list[RunView]:
+        session = await self._open_session()
+        rows = await session.fetch("runs", self._name, ledger.clean(job), before, limit)
+        return [ledger.run_view(json.loads(row["run"])) for row in rows]
+
+    # -- the session -------------------------------------------------------------------------------------------------
+
+    def _leading(self, term: Term) -> Session:
+        """The session that owns the term; what is done on it is fenced by the server."""
+        if self._session is None or not self._session.alive or term != self._owned:
+            raise StoreError("The term is over.", hint="nothing to do: the next leader goes on.")
+        return self._session
+
     async def _open_session(self) -> Session:
-        if self._session is not None and self._session.alive:
-            return self._session
-        self._drop_session()
-        label = f"{self._worker.pid}:{self._name}@{self._worker.hostname}"
-        # Cut at 63 bytes by the server and plain ASCII; the pid comes first, so that it is what survives.
-        session = await Session.open(
-            self._store,
-            self._timing,
-            f"fastapi_singleton:{label}".encode("ascii", "replace")[:63].decode(),
-            _STATEMENTS,
-        )
-        own_pid = session.backend_pid
-        await session.listen(self._channel, lambda pid, _: self._hear(pid, own_pid), self._news.set)
-        self._session = session
-        return session
+        # The election and the ledger may both find the session gone.
+        async with self._opening:
+            if self._session is not None and self._session.alive:
+                return self._session
+            if self._closed:
+                raise StoreError("The connection was closed.", hint="nothing to do: this worker is stopping.")
+            self._drop_session()
+            label = f"{self._worker.pid}:{self._name}@{self._worker.hostname}"
+            # Cut at 63 bytes by the server and plain ASCII; the pid comes first, so that it is what survives.
+            session = await Session.open(
+                self._store,
+                self._timing,
+                f"fastapi_singleton:{label}".encode("ascii", "replace")[:63].decode(),
+                _STATEMENTS,
+            )
+            own_pid = session.backend_pid
+            await session.listen(self._channel, lambda pid, _: self._hear(pid, own_pid), self._news.set)
+            self._session = session
+            return session
 
     def _drop_session(self) -> None:
         session, self._session, self._owned = self._session, None, None
@@ -202,14 +303,20 @@ class PostgresBackend:
     def _presence(self) -> tuple[object, ...]:
         me = self._worker
         lease = timedelta(seconds=self._timing.lease)
-        return self._name, me.worker, me.hostname, me.pid, me.started_at, lease
+        return self._name, me.worker, me.hostname, me.pid, me.started_at, lease, me.version
 
-    def _see(self, row: Any) -> None:
-        term = json.loads(row["term"]) if row["term"] else None
-        leader = _leader_view(term) if term else None
+    async def _see(self, session: Session, row: Any) -> None:
+        self._clock = row["now"], boot_clock()
+        leader = _leader_view(row) if row["current"] else None
         workers = tuple(_worker_view(w, leader) for w in json.loads(row["workers"]))
-        jobs = tuple(_job_view(j) for j in term["jobs"]) if term else self._fleet.jobs
-        self._fleet = Fleet(leader, workers, jobs)
+        jobs, runs = self._fleet.jobs, self._fleet.runs
+        if row["digest"] is not None and row["digest"] != self._digest:
+            [history] = await session.fetch("history", self._name)
+            last = {run.job: run for run in ledger.run_views(json.loads(history["last"] or "[]"))}
+            jobs = tuple(_job_view(job, last) for job in json.loads(history["jobs"]))
+            runs = ledger.run_views(json.loads(history["runs"] or "[]"))
+            self._digest = row["digest"]
+        self._fleet = Fleet(leader, workers, jobs, runs)
         self._watch(leader)
 
     def _watch(self, leader: LeaderView | None) -> None:
@@ -243,15 +350,8 @@ class PostgresBackend:
         self._news.set()
 
 
-def _leader_view(term: dict[str, Any]) -> LeaderView:
-    return LeaderView(
-        term["worker"],
-        term["hostname"],
-        term["pid"],
-        term["token"],
-        _time(term["acquired_at"]),
-        _time(term["renewed_at"]),
-    )
+def _leader_view(row: Any) -> LeaderView:
+    return LeaderView(*(row[field.name] for field in fields(LeaderView)))
 
 
 def _worker_view(row: dict[str, Any], leader: LeaderView | None) -> WorkerView:
@@ -260,20 +360,19 @@ def _worker_view(row: dict[str, Any], leader: LeaderView | None) -> WorkerView:
         row["hostname"],
         row["pid"],
         "leader" if leader is not None and leader.worker == row["worker"] else "standby",
-        _time(row["started_at"]),
-        _time(row["last_seen_at"]),
+        ledger.parse_time(row["started_at"]),
+        ledger.parse_time(row["last_seen_at"]),
+        row["version"],
     )
 
 
-def _job_view(document: dict[str, Any]) -> JobView:
-    next_run_at = document["next_run_at"]
-    return JobView(document["id"], document["trigger"], _time(next_run_at) if next_run_at else None, document["paused"])
+def _job_view(document: dict[str, Any], last: Mapping[str, RunView]) -> JobView:
+    due = document["next_run_at"]
+    next_run_at = ledger.parse_time(due) if due else None
+    key = document["id"]
+    return JobView(key, document["trigger"], next_run_at, document["paused"], last.get(key))
 
 
 def _job_document(job: JobView) -> dict[str, Any]:
     next_run_at = job.next_run_at.isoformat() if job.next_run_at else None
     return {"id": job.id, "trigger": job.trigger, "next_run_at": next_run_at, "paused": job.paused}
-
-
-def _time(text: str) -> datetime:
-    return datetime.fromisoformat(text).astimezone(UTC)

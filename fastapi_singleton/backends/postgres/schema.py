@@ -41,13 +41,55 @@ CREATE TABLE fastapi_singleton.worker (
     PRIMARY KEY (name, worker)
 ) WITH (fillfactor = 50);
 """,
+    """
+-- `floor` is the greatest tick ever deleted from the ledger; nothing at or before it can be claimed again.
+ALTER TABLE fastapi_singleton.term
+    ADD COLUMN floor timestamptz NOT NULL DEFAULT '-infinity',
+    ADD COLUMN jobs_revision bigint NOT NULL DEFAULT 0;
+
+ALTER TABLE fastapi_singleton.worker ADD COLUMN version text NOT NULL DEFAULT '';
+
+-- The ledger: one row per tick and attempt. Whoever enters it runs it; no second row, no second run.
+CREATE TABLE fastapi_singleton.run (
+    name text NOT NULL,
+    job text NOT NULL,
+    tick timestamptz NOT NULL,
+    attempt integer NOT NULL,
+    id text NOT NULL,
+    nonce text NOT NULL,
+    outcome text NOT NULL,
+    cause text NOT NULL,
+    token bigint,
+    worker text NOT NULL,
+    started_at timestamptz,
+    finished_at timestamptz,
+    error text,
+    PRIMARY KEY (name, job, tick, attempt)
+);
+CREATE INDEX run_newest ON fastapi_singleton.run (name, tick DESC, job);
+CREATE INDEX run_unsettled ON fastapi_singleton.run (name, outcome) WHERE outcome IN ('running', 'abandoned');
+
+-- What the fleet remembers of a job: ticks after `since` may lack a row; `anchor` is the phase of its interval.
+CREATE TABLE fastapi_singleton.job (
+    name text NOT NULL,
+    key text NOT NULL,
+    fingerprint text NOT NULL,
+    since timestamptz NOT NULL,
+    anchor timestamptz,
+    paused boolean NOT NULL DEFAULT false,
+    removed boolean NOT NULL DEFAULT false,
+    PRIMARY KEY (name, key)
+);
+""",
 )
 
 # Any fixed number will do; it only has to be the same in every worker.
 _MIGRATION_LOCK = 0x6661_7374_6170_6973
 
-_VERSION = """
-SELECT CASE WHEN to_regclass('fastapi_singleton.schema_version') IS NULL THEN 0 ELSE 1 END
+# Asked of the catalogue's tables: to_regclass() answers from a cache, which may not know of a commit a moment ago.
+_EXISTS = """
+SELECT EXISTS (SELECT FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
+               WHERE n.nspname = 'fastapi_singleton' AND c.relname = 'schema_version')
 """
 
 
@@ -89,7 +131,7 @@ async def ensure_schema(connection: "asyncpg.Connection[Any]", patience: float) 
 
 
 async def _version(connection: "asyncpg.Connection[Any]") -> int:
-    if not await connection.fetchval(_VERSION):
+    if not await connection.fetchval(_EXISTS):
         return 0
     version: int = await connection.fetchval("SELECT coalesce(max(version), 0) FROM fastapi_singleton.schema_version")
     return version

@@ -1,0 +1,264 @@
+"""The ledger's statements on PostgreSQL, and how their rows are read.
+
+Claims run on the session that owns the lock, so that the server itself fences them, and carry the token besides: a claim
+whose reply was lost is sent again on a new session, where the token (with the term's row share-locked, so that no election
+can pass it) is all that decides.
+"""
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from ...errors import ConfigurationError, LostLeadershipError
+from ...records import Ending, Entry, Run, RunView, run_id
+
+# Accepts an entry iff its token is the newest, its tick lies above the floor and not beyond the store's time + lease, and
+# there is no row for the tick and attempt, or one with the same nonce that is still running (then it is the same claim,
+# sent again). A claim after its latest start is entered as missed.
+ENTER = """
+WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now),
+term AS MATERIALIZED (
+    SELECT t.token, t.floor FROM fastapi_singleton.term AS t WHERE t.name = $1 AND t.released_at IS NULL FOR SHARE
+),
+asked AS MATERIALIZED (
+    SELECT a.*, clock.now, term.token IS NULL AS lost, a.tick <= term.floor AS pruned,
+           a.tick > clock.now + $3::interval AS early,
+           CASE WHEN a.outcome = 'running' AND a.latest < clock.now THEN 'missed' ELSE a.outcome END AS entered_as
+    FROM unnest($4::text[], $5::timestamptz[], $6::int[], $7::text[], $8::text[], $9::text[], $10::bigint[],
+                $11::text[], $12::timestamptz[], $13::text[])
+         AS a (job, tick, attempt, id, nonce, cause, token, outcome, latest, error)
+    CROSS JOIN clock LEFT JOIN term ON term.token = a.token
+),
+entered AS (
+    INSERT INTO fastapi_singleton.run AS r
+        (name, job, tick, attempt, id, nonce, outcome, cause, token, worker, started_at, finished_at, error)
+    SELECT $1, job, tick, attempt, id, nonce, entered_as, cause, token, $2,
+           CASE WHEN entered_as = 'running' THEN now END, CASE WHEN entered_as <> 'running' THEN now END,
+           CASE WHEN entered_as = outcome THEN error
+                ELSE format('came up only %s s after its time', round(extract(epoch FROM now - tick), 1)) END
+    FROM asked WHERE NOT (lost OR pruned OR early)
+    ON CONFLICT (name, job, tick, attempt) DO UPDATE SET nonce = excluded.nonce
+        WHERE r.nonce = excluded.nonce AND r.outcome = 'running'
+    RETURNING r.nonce, r.outcome
+)
+SELECT asked.nonce,
+       CASE WHEN entered.outcome = 'running' OR own.nonce IS NOT NULL THEN 'yours' WHEN entered.outcome IS NOT NULL THEN 'written'
+            WHEN lost THEN 'lost' WHEN pruned THEN 'pruned' WHEN early THEN 'early' ELSE 'taken' END AS verdict
+FROM asked LEFT JOIN entered USING (nonce)
+LEFT JOIN fastapi_singleton.run AS own
+    ON asked.lost AND own.name = $1 AND own.job = asked.job AND own.tick = asked.tick AND own.attempt = asked.attempt
+    AND own.nonce = asked.nonce AND own.outcome = 'running'
+"""
+
+# Writes down how runs ended; also those given up for dead meanwhile, because this is the truth. A row that somebody
+# holds (`fence` in an open transaction) is not waited for: it is returned, to be tried again.
+FINISH = """
+WITH done AS MATERIALIZED (
+    SELECT d.* FROM unnest($2::text[], $3::timestamptz[], $4::int[], $5::text[], $6::text[], $7::text[], $8::float8[])
+         AS d (job, tick, attempt, nonce, ending, reason, seconds)
+    JOIN fastapi_singleton.run AS r ON r.name = $1 AND r.job = d.job AND r.tick = d.tick AND r.attempt = d.attempt
+        AND r.nonce = d.nonce AND r.outcome IN ('running', 'abandoned')
+),
+free AS MATERIALIZED (
+    SELECT r.nonce FROM done JOIN fastapi_singleton.run AS r ON r.name = $1 AND r.job = done.job AND r.tick = done.tick
+        AND r.attempt = done.attempt AND r.nonce = done.nonce
+    FOR UPDATE OF r SKIP LOCKED
+),
+written AS (
+    UPDATE fastapi_singleton.run AS r
+    SET outcome = done.ending, error = done.reason, finished_at = r.started_at + make_interval(secs => done.seconds)
+    FROM done JOIN free USING (nonce)
+    WHERE r.name = $1 AND r.job = done.job AND r.tick = done.tick AND r.attempt = done.attempt AND r.nonce = done.nonce
+)
+SELECT nonce FROM done WHERE nonce NOT IN (SELECT nonce FROM free)
+"""
+
+# Makes a job known at its first meeting, and remembers what it was; a changed schedule starts afresh.
+MEET = """
+INSERT INTO fastapi_singleton.job AS j (name, key, fingerprint, since, anchor, paused)
+SELECT $1, n.key, n.fingerprint, clock_timestamp(), n.anchor, n.paused
+FROM unnest($2::text[], $3::text[], $4::timestamptz[], $5::boolean[]) AS n (key, fingerprint, anchor, paused)
+ON CONFLICT (name, key) DO UPDATE SET
+    fingerprint = excluded.fingerprint,
+    since = CASE WHEN j.fingerprint = excluded.fingerprint THEN j.since ELSE clock_timestamp() END,
+    anchor = CASE WHEN j.fingerprint = excluded.fingerprint THEN j.anchor ELSE excluded.anchor END,
+    paused = CASE WHEN j.fingerprint = excluded.fingerprint THEN j.paused ELSE excluded.paused END,
+    removed = CASE WHEN j.fingerprint = excluded.fingerprint THEN j.removed ELSE false END
+RETURNING key, since, anchor, paused, removed, xmax = 0 AS new
+"""
+
+# A resumed job owes nothing for the time it was paused.
+NOTE = """
+UPDATE fastapi_singleton.job AS j
+SET paused = coalesce(n.paused, j.paused), removed = coalesce(n.removed, j.removed),
+    since = greatest(j.since, n.since, CASE WHEN j.paused AND NOT n.paused THEN clock_timestamp() END)
+FROM unnest($2::text[], $3::boolean[], $4::boolean[], $5::timestamptz[]) AS n (key, paused, removed, since)
+WHERE j.name = $1 AND j.key = n.key
+"""
+
+TICKS = """
+SELECT DISTINCT r.job, r.tick FROM unnest($2::text[], $3::timestamptz[]) AS w (job, since)
+JOIN fastapi_singleton.run AS r ON r.name = $1 AND r.job = w.job AND r.tick > w.since
+"""
+
+# Gives up runs whose worker has not been seen for a whole lease; never waits for a row that somebody holds.
+SWEEP = """
+WITH gone AS (
+    SELECT r.job, r.tick, r.attempt FROM fastapi_singleton.run AS r
+    WHERE r.name = $1 AND r.outcome = 'running' AND r.worker <> $2 AND NOT EXISTS (
+        SELECT FROM fastapi_singleton.worker AS w
+        WHERE w.name = $1 AND w.worker = r.worker AND w.last_seen_at > clock_timestamp() - $3::interval)
+    LIMIT 1000 FOR UPDATE OF r SKIP LOCKED
+)
+UPDATE fastapi_singleton.run AS r
+SET outcome = 'abandoned', finished_at = clock_timestamp(), error = 'its worker is gone'
+FROM gone WHERE r.name = $1 AND r.job = gone.job AND r.tick = gone.tick AND r.attempt = gone.attempt
+RETURNING r.job, r.tick, r.attempt, r.worker
+"""
+
+# Runs cut short, lately enough, that have no later attempt.
+CUT = """
+SELECT r.job, r.tick, r.attempt, r.finished_at FROM fastapi_singleton.run AS r
+WHERE r.name = $1 AND r.outcome = 'abandoned' AND r.job = ANY($2::text[]) AND r.attempt < $3
+  AND r.finished_at > clock_timestamp() - $4::interval
+  AND NOT EXISTS (SELECT FROM fastapi_singleton.run AS later
+                  WHERE later.name = $1 AND later.job = r.job AND later.tick = r.tick AND later.attempt > r.attempt)
+"""
+
+# Deletes old rows, some at a time, and in the same transaction lifts the floor over them.
+PRUNE = """
+WITH old AS (
+    SELECT r.job, r.tick, r.attempt FROM fastapi_singleton.run AS r
+    WHERE r.name = $1 AND r.tick < clock_timestamp() - $3::interval AND r.outcome <> 'running'
+    ORDER BY r.tick LIMIT 1000 FOR UPDATE SKIP LOCKED
+),
+deleted AS (
+    DELETE FROM fastapi_singleton.run AS r USING old
+    WHERE r.name = $1 AND r.job = old.job AND r.tick = old.tick AND r.attempt = old.attempt
+    RETURNING r.tick
+)
+UPDATE fastapi_singleton.term SET floor = greatest(floor, (SELECT max(tick) FROM deleted))
+WHERE name = $1 AND token = $2 AND EXISTS (SELECT FROM deleted)
+RETURNING (SELECT count(*) FROM deleted) AS deleted
+"""
+
+_RUN = """json_build_object('id', r.id, 'job', r.job, 'scheduled_for', r.tick, 'started_at', r.started_at,
+    'finished_at', r.finished_at, 'outcome', r.outcome, 'error', r.error, 'attempt', r.attempt, 'token', r.token,
+    'worker', r.worker, 'cause', r.cause)"""
+
+NEWEST = 50
+_NEWEST = f"""SELECT * FROM fastapi_singleton.run WHERE name = $1 ORDER BY tick DESC, job LIMIT {NEWEST}"""
+
+# Changes when the newest runs do.
+HISTORY_DIGEST = f"(SELECT md5(string_agg(r.id || r.outcome, '')) FROM ({_NEWEST}) AS r)"
+
+# The newest runs, and the last one of each job the leader shows.
+HISTORY = f"""
+SELECT (SELECT json_agg({_RUN} ORDER BY r.tick DESC, r.job, r.attempt DESC) FROM ({_NEWEST}) AS r) AS runs,
+       (SELECT json_agg({_RUN}) FROM fastapi_singleton.term AS t
+        CROSS JOIN jsonb_array_elements(t.jobs) AS j
+        CROSS JOIN LATERAL (SELECT * FROM fastapi_singleton.run AS r WHERE r.name = $1 AND r.job = j ->> 'id'
+                            ORDER BY r.tick DESC, r.attempt DESC LIMIT 1) AS r
+        WHERE t.name = $1) AS last,
+       (SELECT jobs FROM fastapi_singleton.term WHERE name = $1) AS jobs
+"""
+
+RUNS = f"""
+SELECT {_RUN} AS run FROM fastapi_singleton.run AS r
+WHERE r.name = $1 AND r.job = $2 AND r.tick < coalesce($3, 'infinity'::timestamptz)
+ORDER BY r.tick DESC, r.attempt DESC LIMIT $4
+"""
+
+STATEMENTS = {
+    "enter": ENTER, "finish": FINISH, "meet": MEET, "note": NOTE, "ticks": TICKS, "sweep": SWEEP, "cut": CUT,
+    "prune": PRUNE, "history": HISTORY, "runs": RUNS,
+}  # fmt: skip
+
+# In the user's own transaction: the run's row, held against whoever would give it up for dead.
+FENCE = """
+SELECT outcome FROM fastapi_singleton.run
+WHERE name = $1 AND job = $2 AND tick = $3 AND attempt = $4 AND nonce = $5 FOR SHARE
+"""
+
+
+def entry_arguments(name: str, worker: str, lease: float, entries: Sequence[Entry]) -> tuple[object, ...]:
+    return (
+        name,
+        worker,
+        timedelta(seconds=lease),
+        [e.job for e in entries],
+        [e.tick for e in entries],
+        [e.attempt for e in entries],
+        [run_id(name, e.job, e.tick, e.attempt) for e in entries],
+        [e.nonce for e in entries],
+        [e.cause for e in entries],
+        [e.token for e in entries],
+        [e.outcome for e in entries],
+        [e.latest for e in entries],
+        [clean(e.error) for e in entries],
+    )
+
+
+def ending_arguments(name: str, endings: Sequence[Ending]) -> tuple[object, ...]:
+    return (
+        name,
+        [e.entry.job for e in endings],
+        [e.entry.tick for e in endings],
+        [e.entry.attempt for e in endings],
+        [e.entry.nonce for e in endings],
+        [e.outcome for e in endings],
+        [clean(e.error) for e in endings],
+        [e.seconds for e in endings],
+    )
+
+
+def clean(text: str | None) -> str | None:
+    """What a text column takes: no NUL, no lone surrogates. One odd message must not hold up the whole ledger."""
+    return None if text is None else text.replace("\0", "").encode("utf-8", "replace").decode()
+
+
+def run_views(documents: Iterable[dict[str, Any]] | None) -> tuple[RunView, ...]:
+    return tuple(run_view(document) for document in documents or ())
+
+
+def run_view(document: dict[str, Any]) -> RunView:
+    scheduled_for, started_at, finished_at = (
+        parse_time(document[field]) if document[field] else None
+        for field in ("scheduled_for", "started_at", "finished_at")
+    )
+    assert scheduled_for is not None
+    lasted = (finished_at - started_at).total_seconds() if started_at and finished_at else None
+    times = {"scheduled_for": scheduled_for, "started_at": started_at, "finished_at": finished_at}
+    return RunView(**{**document, **times}, duration_seconds=lasted)
+
+
+def parse_time(text: str) -> datetime:
+    return datetime.fromisoformat(text).astimezone(UTC)
+
+
+async def fence(connection: Any, name: str, run: Run) -> None:
+    """Raise unless, as of this transaction and until its end, the run is still the one that may write."""
+    if not hasattr(connection, "fetchrow") or not hasattr(connection, "is_in_transaction"):
+        raise ConfigurationError(
+            f"fence() needs an asyncpg connection, not {type(connection).__name__}.",
+            hint="with SQLAlchemy pass (await connection.get_raw_connection()).driver_connection.",
+        )
+    if not connection.is_in_transaction():
+        raise ConfigurationError(
+            "fence() was called outside a transaction, where it would protect nothing.",
+            hint="call it first thing inside `async with connection.transaction():`.",
+        )
+    elsewhere = ConfigurationError(
+        "fence() found no trace of this run in the connection's database.",
+        hint="use a connection to the database that the singleton's URL names.",
+    )
+    if await connection.fetchval("SELECT to_regclass('fastapi_singleton.run')") is None:
+        raise elsewhere
+    row = await connection.fetchrow(FENCE, name, run.job, run.scheduled_for, run.attempt, run.nonce)
+    if row is None:
+        raise elsewhere
+    if row["outcome"] != "running":
+        raise LostLeadershipError(
+            f"The run of {run.job} due at {run.scheduled_for:%Y-%m-%d %H:%M:%S} was given up: it is {row['outcome']}.",
+            hint="let the transaction fail; if the job's policy is rerun, a later attempt does the work.",
+        )

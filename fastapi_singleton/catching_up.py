@@ -1,0 +1,93 @@
+"""Which ticks have no row, and what is to become of them.
+
+A tick is looked for where nobody can have forgotten it: in the trigger itself, over the time since the fleet first met the
+job (or its schedule changed), less what has a row. "Everything after the newest row" would not do: a tick that failed to
+be claimed, followed by one that succeeded, would never be looked at again.
+"""
+
+import copy
+import hashlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from typing import Any
+
+# Ticks of one job that are listed one by one as missed. After days without a leader a job of every second has more.
+MOST_MISSED = 1000
+_INSTANT = timedelta(microseconds=1)
+
+
+@dataclass
+class Plan:
+    """What becomes of a job's ticks that have no row."""
+
+    run: list[datetime] = field(default_factory=list)
+    coalesced: list[datetime] = field(default_factory=list)
+    missed: list[datetime] = field(default_factory=list)
+    unlisted_until: datetime | None = None  # missed as well, up to here, but too many to list
+
+
+def ticks_between(trigger: Any, since: datetime, until: datetime) -> Iterator[datetime]:
+    """The trigger's ticks in (since, until], in UTC."""
+    previous, tick = None, trigger.get_next_fire_time(None, since + _INSTANT)
+    while tick is not None and tick <= until and (previous is None or tick > previous):
+        if tick > since:  # a date trigger gives its date, whatever it is asked
+            yield tick.astimezone(UTC)
+        previous, tick = tick, trigger.get_next_fire_time(tick, until)
+
+
+def next_tick(trigger: Any, now: datetime) -> datetime | None:
+    """The trigger's first tick after `now`."""
+    tick: datetime | None = trigger.get_next_fire_time(None, now + _INSTANT)
+    return tick if tick is not None and tick > now else None
+
+
+def plan(
+    trigger: Any, since: datetime, now: datetime, known: Collection[datetime], *, latest_start: float, coalesce: bool
+) -> Plan:
+    """What to do about the ticks in (since, now] that are not known: run, or say why not."""
+    result = Plan()
+    oldest = now - timedelta(seconds=latest_start)
+    if since < oldest:
+        too_old = ticks_between(trigger, since, oldest - _INSTANT)
+        result.missed = [tick for tick in islice(too_old, MOST_MISSED) if tick not in known]
+        if next(too_old, None) is not None:
+            result.unlisted_until = oldest
+    result.run = [tick for tick in ticks_between(trigger, max(since, oldest - _INSTANT), now) if tick not in known]
+    if coalesce:
+        result.run, result.coalesced = result.run[-1:], result.run[:-1]
+    return result
+
+
+def is_implicit(moment: datetime) -> bool:
+    """Whether a time was taken from a clock rather than chosen: then it has a fraction of a second, and differs in
+    every worker."""
+    return moment.microsecond != 0
+
+
+def anchor(trigger: Any) -> datetime | None:
+    """The phase of an interval that counts from whenever this process happened to start; None for any other trigger."""
+    start = getattr(trigger, "start_date", None)
+    if isinstance(getattr(trigger, "interval", None), timedelta) and start is not None and is_implicit(start):
+        return start.astimezone(UTC)  # type: ignore[no-any-return]
+    return None
+
+
+def anchored(trigger: Any, phase: datetime | None) -> Any:
+    """The trigger with the fleet's phase in place of its own."""
+    if phase is None or anchor(trigger) in (None, phase):
+        return trigger
+    same = copy.copy(trigger)
+    same.start_date = phase.astimezone(trigger.timezone)
+    return same
+
+
+def fingerprint(trigger: Any) -> str:
+    """Two triggers with the same fingerprint have the same schedule, whichever process made them."""
+    text = repr(trigger)
+    if getattr(trigger, "run_date", None) is not None and is_implicit(trigger.run_date):
+        text = "now"
+    elif getattr(trigger, "start_date", None) is not None and is_implicit(trigger.start_date):
+        text = f"{trigger} {trigger.timezone} {trigger.end_date} {trigger.jitter}"
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()

@@ -1,0 +1,209 @@
+"""What is used of APScheduler's insides, in one place. The private names, each pinned by a test:
+
+scheduler `_lookup_executor`, `_dispatch_event`, `_real_add_job`, `_process_jobs`, `_pending_jobs`, `_executors`,
+`_jobstores`; executor `_pool`; job store `_reconstitute_job`; `Job.__slots__`; the global `datetime` that `_process_jobs`
+reads its clock from.
+"""
+
+import asyncio
+import inspect
+import logging
+import pickle
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+from apscheduler.events import EVENT_JOB_REMOVED, JobEvent
+from apscheduler.executors.pool import BasePoolExecutor
+from apscheduler.job import Job
+from apscheduler.jobstores.base import ConflictingIdError, JobLookupError
+from apscheduler.jobstores.memory import MemoryJobStore
+from apscheduler.schedulers.asyncio import AsyncIOScheduler
+from apscheduler.schedulers.background import BackgroundScheduler
+from apscheduler.schedulers.base import BaseScheduler
+from apscheduler.triggers.date import DateTrigger
+
+from ..errors import ConfigurationError
+
+logger = logging.getLogger("fastapi_singleton")
+
+Pending = tuple[Any, str, bool]
+
+_RANDOM_ID = re.compile(r"[0-9a-f]{32}")
+_SLOTS = tuple(slot for slot in Job.__slots__ if slot != "__weakref__")
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Refuse what cannot be led: anything but the two schedulers a web worker can run beside its requests."""
+    if scheduler is None:
+        return
+    if inspect.isclass(scheduler) or not isinstance(scheduler, AsyncIOScheduler | BackgroundScheduler):
+        kind = scheduler.__name__ if inspect.isclass(scheduler) else type(scheduler).__name__
+        raise ConfigurationError(
+            f"{kind} is not a scheduler that fastapi_singleton can run.",
+            hint="pass an instance of APScheduler 3's AsyncIOScheduler or BackgroundScheduler.",
+        )
+    if scheduler.running:
+        raise ConfigurationError(
+            "The scheduler is already running in this worker.",
+            hint="remove scheduler.start(): fastapi_singleton starts it in the worker that leads.",
+        )
+
+
+def job_key(job: Any, *, shared: bool = False) -> str:
+    """The job's name across workers: its id, or module:function where APScheduler made up a random one. In a shared
+    store every worker reads the same id, random or not."""
+    if shared or not _RANDOM_ID.fullmatch(job.id):
+        return str(job.id)
+    return str(job.func_ref or f"{job.func.__module__}:{getattr(job.func, '__qualname__', job.name)}")
+
+
+def state_of(job: Any) -> dict[str, Any]:
+    return {slot: getattr(job, slot) for slot in _SLOTS if hasattr(job, slot)}
+
+
+def restore(job: Any, state: dict[str, Any]) -> None:
+    for slot in _SLOTS:
+        if slot in state:
+            setattr(job, slot, state[slot])
+        elif hasattr(job, slot):
+            delattr(job, slot)
+
+
+def copy_of(job: Any) -> Any:
+    copy = Job.__new__(Job)
+    restore(copy, state_of(job))
+    return copy
+
+
+def start_paused(scheduler: Any) -> None:
+    """Start without firing anything; a job that a shared store already has stays as it is there."""
+    for store in scheduler._jobstores.values():
+        _keep_unknown_jobs(store)
+    add = scheduler._real_add_job
+
+    def add_unless_stored(job: Any, alias: str, replace_existing: bool) -> None:
+        try:
+            add(job, alias, replace_existing)
+        except ConflictingIdError:
+            # An earlier leader put it into the shared store, and the user did not ask to replace it.
+            logger.info("Job %s is already in the job store %s and stays as it is", job.id, alias)
+
+    scheduler._real_add_job = add_unless_stored
+    try:
+        scheduler.start(paused=True)
+    except BaseException:
+        # A start that failed half-way has filled the memory stores; empty them so that it can be tried again.
+        for store in scheduler._jobstores.values():
+            if isinstance(store, MemoryJobStore):
+                store.remove_all_jobs()
+        raise
+    finally:
+        del scheduler._real_add_job
+
+
+class _Processing:
+    """The scheduler as its own `_process_jobs` sees it; only what becomes of a job without further ticks is ours."""
+
+    def __init__(self, scheduler: Any, exhausted: Callable[[str, str], None]) -> None:
+        self._scheduler = scheduler
+        self.remove_job = exhausted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
+def process_jobs_by(scheduler: Any, now: Callable[[], datetime], lease: float) -> None:
+    """Let the scheduler look for due jobs by that clock instead of the host's: its own code, with another `datetime`."""
+    stock = BaseScheduler._process_jobs
+    clock = SimpleNamespace(now=lambda zone: now().astimezone(zone))
+    process_jobs = FunctionType(stock.__code__, {**stock.__globals__, "datetime": clock})
+    processing = _Processing(scheduler, lambda job_id, alias: exhausted(scheduler, job_id, alias, now(), lease))
+    scheduler._process_jobs = lambda: process_jobs(processing)
+
+
+def process_jobs_as_usual(scheduler: Any) -> None:
+    vars(scheduler).pop("_process_jobs", None)
+
+
+def tick_of(job: Any, run_time: datetime | None = None) -> datetime | None:
+    """Which tick a run time stands for: a date's own date, however often it has been put off."""
+    tick = job.trigger.run_date if isinstance(job.trigger, DateTrigger) else run_time or job.next_run_time
+    return None if tick is None else tick.astimezone(UTC)
+
+
+def exhausted(scheduler: Any, job_id: str, alias: str, now: datetime, lease: float) -> None:
+    """The job has no further tick. Stock APScheduler removes it when it submits the last, before anybody has claimed it;
+    from a shared store, where nobody else would find it again, a date is removed only once it has been accounted for."""
+    job = scheduler._jobstores[alias].lookup_job(job_id)
+    if job is not None and is_shared_date(scheduler, job, alias):
+        scheduler.modify_job(job_id, alias, next_run_time=now + timedelta(seconds=lease))
+    else:
+        remove(scheduler, job_id, alias)
+
+
+def remove(scheduler: Any, job_id: str, alias: str) -> None:
+    """Remove a job without telling the fleet: this is not the application's doing."""
+    with suppress(JobLookupError):
+        scheduler._jobstores[alias].remove_job(job_id)
+        type(scheduler)._dispatch_event(scheduler, JobEvent(EVENT_JOB_REMOVED, job_id, alias))
+
+
+def is_shared(scheduler: Any, alias: str) -> bool:
+    """Whether other processes read the same store. The default one is made at the scheduler's start, in memory."""
+    store = scheduler._jobstores.get(alias)
+    return store is not None and not isinstance(store, MemoryJobStore)
+
+
+def is_shared_date(scheduler: Any, job: Any, alias: str) -> bool:
+    return isinstance(job.trigger, DateTrigger) and is_shared(scheduler, alias)
+
+
+async def shut_down(scheduler: Any) -> None:
+    """Stop the scheduler; coroutine jobs still running are cancelled. It can be started again."""
+    executors = dict(scheduler._executors)
+    # A pool that was shut down never works again; idle, it is ended by the interpreter like any other pool.
+    for alias, executor in executors.items():
+        if isinstance(executor, BasePoolExecutor):
+            del scheduler._executors[alias]
+    # A thread looks for due jobs once more on the way out, and would move them on in a shared store.
+    scheduler._process_jobs = lambda: None
+    try:
+        if isinstance(scheduler, AsyncIOScheduler):
+            scheduler.shutdown(wait=False)
+            while scheduler.running:  # it only asks the loop to do it
+                await asyncio.sleep(0)
+        else:
+            await asyncio.to_thread(scheduler.shutdown, wait=False)
+    finally:
+        process_jobs_as_usual(scheduler)
+        scheduler._executors.update(executors)
+
+
+def _keep_unknown_jobs(store: Any) -> None:
+    """Let a shared store keep jobs whose function this version of the application lacks; stock, listing deletes them."""
+    reconstitute = getattr(store, "_reconstitute_job", None)
+    if reconstitute is None or "_reconstitute_job" in vars(store):
+        return
+
+    def restore_or_keep(state: Any) -> Any:
+        try:
+            return reconstitute(state)
+        except Exception:
+            fields = dict(pickle.loads(state))
+            job = Job.__new__(Job)
+            job.func, job.func_ref = unknown_function, fields.pop("func")
+            for slot in _SLOTS:
+                if slot in fields:
+                    setattr(job, slot, fields[slot])
+            job._scheduler, job._jobstore_alias = store._scheduler, store._alias
+            return job
+
+    store._reconstitute_job = restore_or_keep
+
+
+def unknown_function(*args: Any, **kwargs: Any) -> None:
+    """Stands for a function of another version; never called, only recognised."""

@@ -1,0 +1,113 @@
+"""A worker that leads on a real PostgreSQL, without a server around it: for tests of what a leader does."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from typing import Any
+
+from fastapi_singleton.backends.postgres import PostgresStore
+from fastapi_singleton.backends.postgres.backend import PostgresBackend
+from fastapi_singleton.ledger import Ledger
+from fastapi_singleton.records import RunView, Term, Worker
+from fastapi_singleton.scheduling import SchedulerDuties
+from fastapi_singleton.timing import Timing
+
+from .conftest import eventually
+
+
+class Leading:
+    """One worker. `trusted` may be taken from it and given back; `steal` lets another worker lead meanwhile."""
+
+    def __init__(self, database: str, name: str = "unit", lease: float = 30.0) -> None:
+        self.name, self.timing = name, Timing(lease)
+        self.worker = Worker.here()
+        self.backend: PostgresBackend = PostgresStore.parse(database).open(name, self.worker, self.timing)
+        self.ledger = Ledger(self.backend, self.timing)
+        self.trusted: Term | None = None
+        self._writing = asyncio.create_task(self.ledger.run())
+        self._opened: list[SchedulerDuties] = []
+
+    async def elect(self) -> Term:
+        term = await eventually(self.backend.acquire, "an election")
+        assert isinstance(term, Term)
+        self.trusted = term
+        return term
+
+    async def resign(self) -> None:
+        assert self.trusted is not None
+        term, self.trusted = self.trusted, None
+        await self.backend.release(term)
+
+    def open(self, scheduler: Any, catch_up: float = 600.0, keep_runs: float = 86_400.0) -> SchedulerDuties:
+        duties = SchedulerDuties(scheduler, catch_up, keep_runs)
+        self.reopen(duties)
+        return duties
+
+    def reopen(self, duties: SchedulerDuties) -> None:
+        duties.open(self.name, self.timing.lease, lambda: self.trusted, self.backend, self.ledger)
+        self._opened.append(duties)
+
+    async def lead(self, scheduler: Any, **options: float) -> SchedulerDuties:
+        """Open the duties and take them up; returns once the scheduler has caught up and runs."""
+        duties = self.open(scheduler, **options)
+        await self.take_up(duties)
+        return duties
+
+    async def take_up(self, duties: SchedulerDuties) -> None:
+        if self.trusted is None:
+            await self.elect()
+        assert self.trusted is not None
+        await duties.take_up(self.trusted)
+        await self.settled(duties)
+
+    async def settled(self, duties: SchedulerDuties) -> None:
+        """Until what the succession has under way is done; raises what went wrong in it."""
+        assert duties._succession is not None
+        for task in duties._succession._tasks:
+            await task
+
+    async def go_on(self, duties: SchedulerDuties) -> None:
+        """What a renewal sets going, to its end."""
+        duties.renewed()
+        await self.settled(duties)
+
+    async def runs(self, job: str, *outcomes: str) -> Sequence[RunView]:
+        """The job's rows, the oldest first."""
+        await self.ledger.flush(30)
+        rows = await self.backend.runs(job, 500)
+        return [row for row in reversed(rows) if not outcomes or row.outcome in outcomes]
+
+    async def die(self) -> None:
+        """As if the process had been killed: nothing is handed over or written down."""
+        self.trusted = None
+        self._writing.cancel()
+        self.backend.forfeit()
+        for duties in self._opened:
+            duties.lay_down()
+
+    async def close(self) -> None:
+        for duties in self._opened:
+            duties.lay_down()
+            await duties.close()
+        self._writing.cancel()
+        self.ledger.close()
+        await self.backend.close()
+
+
+@asynccontextmanager
+async def leading(database: str, **options: Any) -> AsyncIterator[Leading]:
+    worker = Leading(database, **options)
+    try:
+        yield worker
+    finally:
+        await worker.close()
+
+
+def at(text: str) -> datetime:
+    return datetime.fromisoformat(text)
+
+
+def unique(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex[:6]}"
