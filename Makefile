@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 UV := $(shell command -v uv 2>/dev/null)
 
-.PHONY: help check test test-containers bench demo clean format
+.PHONY: help check test test-containers bench chaos demo clean format
 
 help:
 	@echo "make demo              the example on four gunicorn workers and a real PostgreSQL (ARGS=--once: by itself)"
 	@echo "make test              all tests, against real parts"
 	@echo "make test-containers   the same on PostgreSQL 14 to 18 in Docker"
 	@echo "make check             format, lint, types, import contracts"
+	@echo "make chaos             ten minutes of faults; no tick doubled, none missed (ARGS='--seed 7 --minutes 2')"
 	@echo "make bench             fail-over times and costs, as a table"
 
 $(STAMP): pyproject.toml
@@ -42,6 +43,9 @@ test-containers: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.failover $(ARGS)
+
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 demo: $(STAMP)
 	$(BIN)/python -m example_app.demo $(ARGS)

@@ -56,7 +56,9 @@ class Singleton:
             raise ConfigurationError(f"mode={mode!r} is not available.", hint="use mode='leader'.")
         for label, seconds in (("catch_up", catch_up), ("drain", drain), ("keep_runs", keep_runs)):
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= _LONGEST:
-                raise ConfigurationError(f"{label}={seconds!r} is not a duration.", hint="pass seconds: 0 or more, a century at most.")
+                raise ConfigurationError(
+                    f"{label}={seconds!r} is not a duration.", hint="pass seconds: 0 or more, a century at most."
+                )
         if keep_runs < 2 * catch_up:
             raise ConfigurationError(
                 f"keep_runs={keep_runs!r} is shorter than twice catch_up={catch_up!r}.",
