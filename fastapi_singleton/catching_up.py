@@ -15,7 +15,7 @@ from typing import Any
 
 # Ticks of one job that are listed one by one as missed. After days without a leader a job of every second has more.
 MOST_MISSED = 1000
-_INSTANT = timedelta(microseconds=1)
+INSTANT = timedelta(microseconds=1)
 
 
 @dataclass
@@ -30,16 +30,22 @@ class Plan:
 
 def ticks_between(trigger: Any, since: datetime, until: datetime) -> Iterator[datetime]:
     """The trigger's ticks in (since, until], in UTC."""
-    previous, tick = None, trigger.get_next_fire_time(None, since + _INSTANT)
-    while tick is not None and tick <= until and (previous is None or tick > previous):
-        if tick > since:  # a date trigger gives its date, whatever it is asked
-            yield tick.astimezone(UTC)
-        previous, tick = tick, trigger.get_next_fire_time(tick, until)
+    ticks = ticks_from(trigger, trigger.get_next_fire_time(None, since + INSTANT), until)
+    return (tick for tick in ticks if tick > since)  # a date trigger gives its date, whatever it is asked
+
+
+def ticks_from(trigger: Any, first: datetime | None, until: datetime) -> Iterator[datetime]:
+    """A tick and those that follow it, up to `until`, in UTC: two times of one zone are compared by the wall clock, which
+    goes back once a year."""
+    fire, previous = first, None
+    while fire is not None and (tick := fire.astimezone(UTC)) <= until and (previous is None or tick > previous):
+        yield tick
+        previous, fire = tick, trigger.get_next_fire_time(fire, until)
 
 
 def next_tick(trigger: Any, now: datetime) -> datetime | None:
     """The trigger's first tick after `now`."""
-    tick: datetime | None = trigger.get_next_fire_time(None, now + _INSTANT)
+    tick: datetime | None = trigger.get_next_fire_time(None, now + INSTANT)
     return tick if tick is not None and tick > now else None
 
 
@@ -50,11 +56,11 @@ def plan(
     result = Plan()
     oldest = now - timedelta(seconds=latest_start)
     if since < oldest:
-        too_old = ticks_between(trigger, since, oldest - _INSTANT)
+        too_old = ticks_between(trigger, since, oldest - INSTANT)
         result.missed = [tick for tick in islice(too_old, MOST_MISSED) if tick not in known]
         if next(too_old, None) is not None:
             result.unlisted_until = oldest
-    result.run = [tick for tick in ticks_between(trigger, max(since, oldest - _INSTANT), now) if tick not in known]
+    result.run = [tick for tick in ticks_between(trigger, max(since, oldest - INSTANT), now) if tick not in known]
     if coalesce:
         result.run, result.coalesced = result.run[-1:], result.run[:-1]
     return result

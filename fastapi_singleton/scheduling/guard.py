@@ -23,7 +23,7 @@ from apscheduler.executors.base import MaxInstancesReachedError
 from apscheduler.executors.pool import ThreadPoolExecutor
 from apscheduler.util import iscoroutinefunction_partial
 
-from ..catching_up import MOST_MISSED
+from ..catching_up import INSTANT, MOST_MISSED, ticks_from
 from ..jobs import call_as
 from ..records import Cause, Entry, Run
 from .stock import copy_of, tick_of, unknown_function
@@ -182,11 +182,5 @@ def _coalesced(job: Any, latest: datetime) -> list[datetime]:
     """The ticks that APScheduler has left out in favour of the latest."""
     if getattr(job.trigger, "jitter", None):
         return []  # drawn anew each time it is asked
-    return list(islice(_chain(job, latest), MOST_MISSED))
-
-
-def _chain(job: Any, latest: datetime) -> Iterator[datetime]:
-    tick = job.next_run_time
-    while tick is not None and tick < latest:
-        yield tick
-        tick = job.trigger.get_next_fire_time(tick, latest)
+    ticks = ticks_from(job.trigger, job.next_run_time, latest - INSTANT)
+    return list(islice(ticks, MOST_MISSED))

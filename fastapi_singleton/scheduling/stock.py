@@ -117,9 +117,12 @@ class _Processing:
 
 
 def process_jobs_by(scheduler: Any, now: Callable[[], datetime], lease: float) -> None:
-    """Let the scheduler look for due jobs by that clock instead of the host's: its own code, with another `datetime`."""
+    """Let the scheduler look for due jobs by that clock instead of the host's: its own code, with another `datetime`.
+
+    In UTC: two times of one zone are compared by the wall clock, so that in the hour that comes twice jobs would be due
+    an hour early."""
     stock = BaseScheduler._process_jobs
-    clock = SimpleNamespace(now=lambda zone: now().astimezone(zone))
+    clock = SimpleNamespace(now=lambda zone: now())
     process_jobs = FunctionType(stock.__code__, {**stock.__globals__, "datetime": clock})
     processing = _Processing(scheduler, lambda job_id, alias: exhausted(scheduler, job_id, alias, now(), lease))
     scheduler._process_jobs = lambda: process_jobs(processing)

@@ -121,7 +121,7 @@ async def test_a_paused_process_is_not_leader_on_waking_and_never_renews_back(da
         assert isinstance(new, Term)
         assert new.token > old.token
         assert not await backend.backend.renew(old)
-        assert backend.renewals > renewals
+        await eventually(lambda: backend.renewals > renewals, "the new term's renewal")
 
 
 async def test_an_answer_that_comes_after_trust_has_lapsed_ends_the_term(database: str) -> None:
