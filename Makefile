@@ -43,6 +43,7 @@ test-containers: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.failover $(ARGS)
+	$(BIN)/python -m benchmarks.ledger $(ARGS)
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos $(ARGS)

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import asyncpg
 
+from .table import Row, table
+
 with warnings.catch_warnings():
     # The embedded server's package looks for a runtime directory that it is never asked to use.
     warnings.simplefilter("ignore")
@@ -50,12 +52,6 @@ SELECT extract(epoch FROM acquired_at - released_at)::float8 AS seconds FROM han
 """
 CONNECTIONS = "SELECT count(*) AS n FROM pg_stat_activity WHERE application_name LIKE 'fastapi\\_singleton%'"
 COMMITS = "SELECT xact_commit AS n FROM pg_stat_database WHERE datname = 'postgres'"
-
-
-class Row(NamedTuple):
-    what: str
-    measured: str
-    asked_for: str = "–"
 
 
 class NotPossible(Exception):
@@ -270,14 +266,6 @@ def milliseconds(times: list[float]) -> str:
 def against_lease(times: list[float]) -> tuple[str, str]:
     measured = f"median {statistics.median(times):.2f} s, max {max(times):.2f} s (lease {SHORT_LEASE:g} s)"
     return measured, f"≤ lease + {GRACE:g} s = {SHORT_LEASE + GRACE:g} s"
-
-
-def table(rows: list[Row]) -> str:
-    cells = [Row("what", "measured", "asked for"), *rows]
-    first, second, third = (max(map(len, column)) for column in zip(*cells, strict=True))
-    lines = [f"{a:<{first}} | {b:<{second}} | {c}" for a, b, c in cells]
-    lines.insert(1, f"{'-' * first}-|-{'-' * second}-|-{'-' * third}")
-    return "\n".join(lines)
 
 
 def main() -> None:

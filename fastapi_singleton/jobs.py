@@ -1,9 +1,8 @@
 """For the code of a job: which run it is in, and what is to happen when a run is cut short."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -26,20 +25,22 @@ def current_run() -> Run:
     return run
 
 
-@contextmanager
-def running(run: Run) -> Iterator[None]:
-    """While the block lasts, `current_run()` is this run."""
-    token = _current.set(run)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+def enter_run(run: Run) -> Token[Run | None]:
+    """From here on, in this task or thread, `current_run()` is this run; give the token to `leave_run`."""
+    return _current.set(run)
+
+
+def leave_run(token: Token[Run | None]) -> None:
+    _current.reset(token)
 
 
 def call_as(run: Run, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call as that run. Importable, so that it also works on the other side of a process pool."""
-    with running(run):
+    token = enter_run(run)
+    try:
         return func(*args, **kwargs)
+    finally:
+        leave_run(token)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from .timing import Timing
 
 logger = logging.getLogger("fastapi_singleton")
 
-# Rows per statement: large enough that a thousand jobs due together take two, small enough for one to be quick.
-_BATCH = 500
+# Rows per statement: large enough for a thousand jobs due together, small enough for the statement to be quick.
+_BATCH = 1000
 
 
 @dataclass
@@ -78,8 +78,9 @@ class Ledger:
             await self._work.wait()
             held = False
             try:
-                held = await self._write_endings()
+                # What waits to begin comes first; what has ended can wait.
                 await self._write_entries()
+                held = await self._write_endings() if not self._asked else False
                 failures = 0
             except StoreError:
                 failures += 1  # the election tells about the store

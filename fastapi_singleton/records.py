@@ -7,6 +7,7 @@ import uuid
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import Enum
+from functools import cached_property
 from typing import Literal
 
 Outcome = Literal["running", "succeeded", "failed", "missed", "skipped", "abandoned"]
@@ -15,8 +16,8 @@ Cause = Literal["schedule", "catch_up", "rerun", "manual"]
 
 def run_id(name: str, job: str, tick: datetime, attempt: int) -> str:
     """The public name of a tick and attempt: whoever computes it, wherever, gets the same."""
-    text = "\0".join((name, job, tick.astimezone(UTC).isoformat(), str(attempt)))
-    return str(uuid.UUID(bytes=hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).digest()))
+    text = f"{name}\0{job}\0{tick.timestamp():.6f}\0{attempt}"
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Entry:
     A claim that reaches the ledger after `latest`, by the store's clock, is entered as missed.
     """
 
+    name: str
     job: str
     tick: datetime
     attempt: int = 1
@@ -94,7 +96,11 @@ class Entry:
     outcome: Literal["running", "skipped", "missed"] = "running"
     error: str | None = None
     latest: datetime | None = None
-    nonce: str = field(default_factory=lambda: uuid.uuid4().hex, repr=False)
+    nonce: str = field(default_factory=lambda: os.urandom(16).hex(), repr=False)
+
+    @cached_property
+    def id(self) -> str:
+        return run_id(self.name, self.job, self.tick, self.attempt)
 
     @property
     def key(self) -> tuple[str, datetime, int]:

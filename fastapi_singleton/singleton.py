@@ -199,7 +199,7 @@ class Singleton:
         if self._duties is None or self._backend is None or self.is_leader:
             return False
         led = {job.id for job in self._backend.fleet.jobs}
-        return bool(led and self._duties.keys and led.isdisjoint(self._duties.keys))
+        return bool(led and self._duties.names and led.isdisjoint(self._duties.names))
 
     async def runs(self, job: str, *, limit: int = 50, before: datetime | None = None) -> list[RunView]:
         """A job's runs, the newest first, from before that scheduled time on. Asks the store: `StoreError` if it is away."""

@@ -64,7 +64,6 @@ class Leading:
 
     async def settled(self, duties: SchedulerDuties) -> None:
         """Until what the succession has under way is done; raises what went wrong in it."""
-        assert duties._succession is not None
         for task in duties._succession._tasks:
             await task
 

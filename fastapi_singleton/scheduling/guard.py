@@ -1,9 +1,9 @@
 """Stands before each of the user's executors, so that every tick passes: slot → trusted term → claim → run → record.
 
 The scheduler asks `_lookup_executor` where to send a due job, and gets that executor behind a guard. The guard hands it a
-copy of the job whose function is ours. It is called in the slot, once for each tick, and claims the tick immediately before
-it calls the user's function: a batch claimed ahead would be a batch of claimed, never run ticks after a kill. `max_instances`,
-`coalesce`, events and logs stay APScheduler's own.
+stand-in for the job whose function is ours. It is called in the slot, once for each tick, and claims the tick immediately
+before it calls the user's function: a batch claimed ahead would be a batch of claimed, never run ticks after a kill.
+`max_instances`, `coalesce`, events and logs stay APScheduler's own.
 """
 
 import inspect
@@ -11,12 +11,9 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import datetime
-from enum import Enum
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from apscheduler.executors.asyncio import AsyncIOExecutor
 from apscheduler.executors.base import MaxInstancesReachedError
@@ -25,50 +22,35 @@ from apscheduler.util import iscoroutinefunction_partial
 
 from ..catching_up import INSTANT, MOST_MISSED, ticks_from
 from ..jobs import call_as
-from ..records import Cause, Entry, Run
-from .stock import copy_of, tick_of, unknown_function
+from ..records import Run
+from .gate import Due, Gate, NotRun, Submission
+from .stock import tick_of, unknown_function
 
 logger = logging.getLogger("fastapi_singleton")
 
 
-class NotRun(Enum):
-    """Returned by a guarded call that did not call the user's function, so that no event claims it did."""
+class _StandIn:
+    """A job as its executor sees it: the user's, but for the function it calls and the lateness it judges."""
 
-    REFUSED = "this worker no longer leads"
-    TAKEN = "it has been run or accounted for"
-    TOO_LATE = "it is older than it may be"
+    __slots__ = ("_job", "_jobstore_alias", "args", "func", "id", "kwargs", "max_instances", "misfire_grace_time")
 
+    def __init__(self, job: Any, func: Callable[..., Any]) -> None:
+        self._job = job
+        self.func = func
+        # Lateness is judged by the claim; judged by APScheduler, a tick would vanish without our knowing.
+        self.misfire_grace_time = None
+        # What every executor asks for; the rest is looked up.
+        self.id = job.id
+        self.args = job.args
+        self.kwargs = job.kwargs
+        self.max_instances = job.max_instances
+        self._jobstore_alias = job._jobstore_alias
 
-@dataclass(frozen=True)
-class Due:
-    """A tick to be run, and why. `latest` is when it may start at the latest, where the job's own rule does not say."""
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._job, name)
 
-    tick: datetime
-    attempt: int = 1
-    cause: Cause = "schedule"
-    latest: datetime | None = None
-
-
-class Gate(Protocol):
-    """What the guard asks before and tells after each call."""
-
-    def submitted(self, calls: int) -> AbstractContextManager[Callable[[], None]]:
-        """Count a submission as under way until it has made all its calls; yields what marks one of them as done."""
-
-    def key(self, job: Any) -> str:
-        """The job's name across workers."""
-
-    async def admit(self, key: str, job: Any, due: Due) -> Entry | NotRun:
-        """Claim the tick, or say why it must not run here and now."""
-
-    def admit_from_thread(self, key: str, job: Any, due: Due) -> Entry | NotRun:
-        """The same, from a thread that may wait."""
-
-    def recorded(self, entry: Entry) -> AbstractContextManager[Run]:
-        """While the block lasts this is the current run; how it ends is written down."""
-
-    def remark(self, job: Any, ticks: Sequence[datetime], reason: str) -> None:
-        """Write down ticks that are not run, and why."""
+    def __str__(self) -> str:
+        return str(self._job)
 
 
 class Guard:
@@ -79,6 +61,7 @@ class Guard:
         self._alias = alias
         self._gate = gate
         self._slots = inner
+        self._awaits = isinstance(inner, AsyncIOExecutor)
         self._in_process_pool = isinstance(getattr(inner, "_pool", None), ProcessPoolExecutor)
         if self._in_process_pool:
             # A thread per child: it claims right before the child is given the work, waits for the answer, and so
@@ -90,9 +73,9 @@ class Guard:
         """What the scheduler calls with the ticks that fell due."""
         if self._is_of_another_version(job):
             return
-        ticks = [tick for run_time in run_times if (tick := tick_of(job, run_time))]
-        if job.coalesce:
-            self._gate.remark(job, _coalesced(job, run_times[-1]), f"coalesced into {ticks[-1]}")
+        ticks = [tick_of(job, run_time) for run_time in run_times]
+        if job.coalesce and (coalesced := _coalesced(job, run_times[-1])):
+            self._gate.remark(job, coalesced, f"coalesced into {ticks[-1]}")
         try:
             self.submit(job, [Due(tick) for tick in ticks])
         except MaxInstancesReachedError:
@@ -105,12 +88,13 @@ class Guard:
     def submit(self, job: Any, due: Sequence[Due]) -> None:
         if self._is_of_another_version(job):
             return
-        with self._gate.submitted(len(due)) as done:
-            guarded = copy_of(job)
-            guarded.func = self._guarded(self._gate.key(job), job, iter(due), done)
-            # Lateness is judged by the claim; judged by APScheduler, a tick would vanish without our knowing.
-            guarded.misfire_grace_time = None
-            self._slots.submit_job(guarded, [each.tick for each in due])
+        submission = self._gate.submitted(len(due))
+        guarded = self._guarded(self._gate.names.of(job), job, iter(due), submission)
+        try:
+            self._slots.submit_job(_StandIn(job, guarded), [each.tick for each in due])
+        except BaseException:
+            submission.withdraw()
+            raise
 
     def _is_of_another_version(self, job: Any) -> bool:
         """Such a job is left alone. Stock APScheduler would delete it from the store, for every other version too."""
@@ -122,10 +106,11 @@ class Guard:
             return False
         return True
 
-    def _guarded(self, key: str, job: Any, due: Iterator[Due], done: Callable[[], None]) -> Callable[..., Any]:
+    def _guarded(self, key: str, job: Any, due: Iterator[Due], submission: Submission) -> Callable[..., Any]:
         """The function the executor calls once for each tick, in their order."""
-        gate = self._gate
-        if isinstance(self.inner, AsyncIOExecutor) and iscoroutinefunction_partial(job.func):
+        # Kept apart from the job, which may be modified while this waits for its slot.
+        gate, func = self._gate, job.func
+        if self._awaits and iscoroutinefunction_partial(func):
 
             async def run(*args: Any, **kwargs: Any) -> Any:
                 try:
@@ -133,9 +118,9 @@ class Guard:
                     if isinstance(claimed, NotRun):
                         return claimed
                     with gate.recorded(claimed):
-                        return await job.func(*args, **kwargs)
+                        return await func(*args, **kwargs)
                 finally:
-                    done()
+                    submission.made()
 
             return run
 
@@ -147,9 +132,9 @@ class Guard:
                 if isinstance(claimed, NotRun):
                     return claimed
                 with gate.recorded(claimed) as run:
-                    return call(run, job.func, args, kwargs)
+                    return call(run, func, args, kwargs)
             finally:
-                done()
+                submission.made()
 
         return run_in_slot
 
@@ -180,7 +165,6 @@ def _call(run: Run, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _coalesced(job: Any, latest: datetime) -> list[datetime]:
     """The ticks that APScheduler has left out in favour of the latest."""
-    if getattr(job.trigger, "jitter", None):
-        return []  # drawn anew each time it is asked
-    ticks = ticks_from(job.trigger, job.next_run_time, latest - INSTANT)
-    return list(islice(ticks, MOST_MISSED))
+    if job.next_run_time == latest or getattr(job.trigger, "jitter", None):  # jitter is drawn anew each time
+        return []
+    return list(islice(ticks_from(job.trigger, job.next_run_time, latest - INSTANT), MOST_MISSED))

@@ -32,6 +32,7 @@ logger = logging.getLogger("fastapi_singleton")
 
 Pending = tuple[Any, str, bool]
 
+_PORTION = 250
 _RANDOM_ID = re.compile(r"[0-9a-f]{32}")
 _SLOTS = tuple(slot for slot in Job.__slots__ if slot != "__weakref__")
 
@@ -73,12 +74,6 @@ def restore(job: Any, state: dict[str, Any]) -> None:
             delattr(job, slot)
 
 
-def copy_of(job: Any) -> Any:
-    copy = Job.__new__(Job)
-    restore(copy, state_of(job))
-    return copy
-
-
 def start_paused(scheduler: Any) -> None:
     """Start without firing anything; a job that a shared store already has stays as it is there."""
     for store in scheduler._jobstores.values():
@@ -106,14 +101,35 @@ def start_paused(scheduler: Any) -> None:
 
 
 class _Processing:
-    """The scheduler as its own `_process_jobs` sees it; only what becomes of a job without further ticks is ours."""
+    """The scheduler as its own `_process_jobs` sees it. Ours are: what becomes of a job without further ticks, and how
+    many it is shown at a time, so that a thousand due jobs neither hold up requests nor wait for each other's claims."""
 
     def __init__(self, scheduler: Any, exhausted: Callable[[str, str], None]) -> None:
         self._scheduler = scheduler
         self.remove_job = exhausted
 
+    @property
+    def _jobstores(self) -> dict[str, Any]:
+        stores = self._scheduler._jobstores
+        return {
+            alias: _InPortions(store) if type(store) is MemoryJobStore else store for alias, store in stores.items()
+        }
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)
+
+
+class _InPortions:
+    """A store that shows some of its due jobs; the others are still due when it is asked again, at once."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.update_job = store.update_job
+        self.get_next_run_time = store.get_next_run_time
+
+    def get_due_jobs(self, now: datetime) -> list[Any]:
+        due: list[Any] = self._store.get_due_jobs(now)
+        return due[:_PORTION]
 
 
 def process_jobs_by(scheduler: Any, now: Callable[[], datetime], lease: float) -> None:
@@ -132,17 +148,17 @@ def process_jobs_as_usual(scheduler: Any) -> None:
     vars(scheduler).pop("_process_jobs", None)
 
 
-def tick_of(job: Any, run_time: datetime | None = None) -> datetime | None:
+def tick_of(job: Any, run_time: datetime) -> datetime:
     """Which tick a run time stands for: a date's own date, however often it has been put off."""
-    tick = job.trigger.run_date if isinstance(job.trigger, DateTrigger) else run_time or job.next_run_time
-    return None if tick is None else tick.astimezone(UTC)
+    tick: datetime = job.trigger.run_date if isinstance(job.trigger, DateTrigger) else run_time
+    return tick.astimezone(UTC)
 
 
 def exhausted(scheduler: Any, job_id: str, alias: str, now: datetime, lease: float) -> None:
     """The job has no further tick. Stock APScheduler removes it when it submits the last, before anybody has claimed it;
     from a shared store, where nobody else would find it again, a date is removed only once it has been accounted for."""
     job = scheduler._jobstores[alias].lookup_job(job_id)
-    if job is not None and is_shared_date(scheduler, job, alias):
+    if job is not None and is_shared_date(scheduler, job):
         scheduler.modify_job(job_id, alias, next_run_time=now + timedelta(seconds=lease))
     else:
         remove(scheduler, job_id, alias)
@@ -161,8 +177,8 @@ def is_shared(scheduler: Any, alias: str) -> bool:
     return store is not None and not isinstance(store, MemoryJobStore)
 
 
-def is_shared_date(scheduler: Any, job: Any, alias: str) -> bool:
-    return isinstance(job.trigger, DateTrigger) and is_shared(scheduler, alias)
+def is_shared_date(scheduler: Any, job: Any) -> bool:
+    return isinstance(job.trigger, DateTrigger) and is_shared(scheduler, job._jobstore_alias)
 
 
 async def shut_down(scheduler: Any) -> None:

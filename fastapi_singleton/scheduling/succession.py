@@ -6,10 +6,10 @@ removed, an interval keeps the phase that the first leader gave it. A changed sc
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from apscheduler.events import EVENT_JOB_SUBMITTED, JobSubmissionEvent
 from apscheduler.executors.base import MaxInstancesReachedError
@@ -22,7 +22,8 @@ from ..ledger import Ledger
 from ..records import Entry, JobChange, JobNote, JobState, Term
 from ..timing import boot_clock
 from . import stock
-from .guard import Due, Guard
+from .gate import Due, Gate
+from .guard import Guard
 
 logger = logging.getLogger("fastapi_singleton")
 
@@ -31,30 +32,20 @@ MOST_ATTEMPTS = 5
 _CHUNK = 200
 
 
-class Scheduling(Protocol):
-    """What is needed of the duties."""
-
-    scheduler: Any
-    keep_runs: float
-
-    def key(self, job: Any) -> str: ...
-    def latest_start(self, job: Any) -> float: ...
-    def executor(self, alias: str) -> Guard: ...
-    def dispatch(self, event: Any) -> None: ...
-    def remark(self, job: Any, ticks: Sequence[datetime], reason: str) -> None: ...
-
-
 class Succession:
     """One worker's terms, one after the other. Used on the event loop."""
 
     def __init__(
-        self, scheduling: Scheduling, backend: Backend, ledger: Ledger, lease: float, explicit: dict[str, datetime]
-    ) -> None:
-        self._scheduling = scheduling
-        self._scheduler = scheduling.scheduler
+        self, gate: Gate, executor: Callable[[str], Guard], scheduler: Any, backend: Backend, ledger: Ledger,
+        lease: float, keep_runs: float, explicit: dict[str, datetime],
+    ) -> None:  # fmt: skip
+        self._gate = gate
+        self._executor = executor
+        self._scheduler = scheduler
         self._backend = backend
         self._ledger = ledger
         self._lease = lease
+        self._keep_runs = keep_runs
         self._explicit = explicit  # ticks the application asked for beside the trigger's, by job id
         self._paused: dict[str, bool] = {}
         self._removed: set[str] = set()
@@ -115,8 +106,7 @@ class Succession:
                 self._submit(job, ticks)
             await asyncio.gather(*(self._ledger.enter(remark) for remark in remarks))
             settled = [
-                JobChange(key, since=now - timedelta(seconds=self._scheduling.latest_start(job)))
-                for key, job in jobs.items()
+                JobChange(key, since=now - timedelta(seconds=self._gate.latest_start(job))) for key, job in jobs.items()
             ]
             for chunk in _chunks(settled):
                 await self._backend.note(term, chunk)
@@ -127,7 +117,7 @@ class Succession:
     def _jobs(self) -> dict[str, Any]:
         """The jobs this worker can run, by key. Those of another version of the application are left alone."""
         jobs = [job for job in self._scheduler.get_jobs() if job.func is not stock.unknown_function]
-        return {self._scheduling.key(job): job for job in jobs}
+        return {self._gate.names.of(job): job for job in jobs}
 
     async def _meet(self, term: Term, jobs: dict[str, Any]) -> dict[str, JobState]:
         notes = [
@@ -147,7 +137,7 @@ class Succession:
     ) -> dict[str, set[datetime]]:
         """The ticks that have a row, at least as far back as a tick might be run."""
         since = [
-            (key, min(states[key].since, now - timedelta(seconds=self._scheduling.latest_start(job))))
+            (key, min(states[key].since, now - timedelta(seconds=self._gate.latest_start(job))))
             for key, job in jobs.items()
         ]
         known: dict[str, set[datetime]] = {}
@@ -168,7 +158,7 @@ class Succession:
                 self._scheduler.pause_job(job.id, job._jobstore_alias)
             return [], []
         trigger = catching_up.anchored(job.trigger, state.anchor)
-        late = self._scheduling.latest_start(job)
+        late = self._gate.latest_start(job)
         if getattr(trigger, "jitter", None):
             plan = catching_up.Plan()  # its ticks are drawn anew each time it is asked
         else:
@@ -189,8 +179,10 @@ class Succession:
         and an old one is shown as missed only by the first to meet the job."""
         tick = self._explicit.get(job.id) if afresh else None
         if tick is None:
-            tick = stock.tick_of(job)
-            if tick is None or tick > now or tick in accounted:
+            if job.next_run_time is None:
+                return None
+            tick = stock.tick_of(job, job.next_run_time)
+            if tick > now or tick in accounted:
                 return None
         oldest = now - timedelta(seconds=late)
         if any(other > oldest for other in accounted) or (tick < oldest and not state.new):
@@ -221,17 +213,22 @@ class Succession:
             self._scheduler.modify_job(job.id, job._jobstore_alias, **changes)
 
     def _remarks(self, term: Term, job: Any, plan: catching_up.Plan, late: float) -> list[Entry]:
-        key = self._scheduling.key(job)
+        key = self._gate.names.of(job)
         reason = f"nobody ran it in time, and it may start at most {late:g} s late"
         remarks = [
-            Entry(key, tick, cause="catch_up", token=term.token, outcome="missed", error=reason) for tick in plan.missed
+            Entry(term.name, key, tick, cause="catch_up", token=term.token, outcome="missed", error=reason)
+            for tick in plan.missed
         ]
         if plan.unlisted_until is not None and remarks:
             last = f"{reason}; so were all later ones until {plan.unlisted_until:%Y-%m-%d %H:%M:%S} UTC"
-            remarks[-1] = Entry(key, plan.missed[-1], cause="catch_up", token=term.token, outcome="missed", error=last)
+            remarks[-1] = Entry(
+                term.name, key, plan.missed[-1], cause="catch_up", token=term.token, outcome="missed", error=last
+            )
         for tick in plan.coalesced:
             into = f"coalesced into {plan.run[-1]}"
-            remarks.append(Entry(key, tick, cause="catch_up", token=term.token, outcome="skipped", error=into))
+            remarks.append(
+                Entry(term.name, key, tick, cause="catch_up", token=term.token, outcome="skipped", error=into)
+            )
         if remarks or plan.run:
             logger.info(
                 "Job %s: %d tick(s) without a run found; %d run now, %d coalesced, %d missed",
@@ -244,17 +241,17 @@ class Succession:
         if not due:
             return True
         try:
-            self._scheduling.executor(job.executor).submit(job, due)
+            self._executor(job.executor).submit(job, due)
         except MaxInstancesReachedError:
             if due[0].cause == "catch_up":
                 reason = f"max_instances={job.max_instances} runs of it were still alive"
-                self._scheduling.remark(job, [each.tick for each in due], reason)
+                self._gate.remark(job, [each.tick for each in due], reason)
             return False
         except Exception:
             logger.exception("Job %s could not be submitted to its executor", job.id)
             return False
         ticks = [each.tick for each in due]
-        self._scheduling.dispatch(JobSubmissionEvent(EVENT_JOB_SUBMITTED, job.id, job._jobstore_alias, ticks))
+        self._scheduler._dispatch_event(JobSubmissionEvent(EVENT_JOB_SUBMITTED, job.id, job._jobstore_alias, ticks))
         return True
 
     # -- leading -----------------------------------------------------------------------------------------------------
@@ -292,19 +289,19 @@ class Succession:
         if given_up := await self._backend.sweep(term):
             logger.warning("%d run(s) of workers that are gone were given up", given_up)
         await self._repeat(term)
-        await self._backend.prune(term, self._scheduling.keep_runs)
+        await self._backend.prune(term, self._keep_runs)
 
     async def _repeat(self, term: Term) -> None:
         jobs = {key: job for key, job in self._jobs().items() if policy_of(job.func).on_crash == "rerun"}
         if not jobs:
             return
-        within = max(self._scheduling.latest_start(job) for job in jobs.values())
+        within = max(self._gate.latest_start(job) for job in jobs.values())
         for cut in await self._backend.cut(term, list(jobs), MOST_ATTEMPTS, within):
             attempt = cut.job, cut.tick, cut.attempt + 1
             if attempt in self._repeating:
                 continue
             job = jobs[cut.job]
-            latest = cut.found_at + timedelta(seconds=self._scheduling.latest_start(job))
+            latest = cut.found_at + timedelta(seconds=self._gate.latest_start(job))
             if self._submit(job, [Due(cut.tick, cut.attempt + 1, "rerun", latest)]):
                 self._repeating.add(attempt)
 

@@ -46,22 +46,15 @@ def token(worker: Leading) -> int:
 
 
 def claim(worker: Leading, tick: datetime = NOW, **fields: Any) -> Entry:
-    return Entry("job", tick, **{"token": token(worker), **fields})
+    return Entry("unit", "job", tick, **{"token": token(worker), **fields})
 
 
 async def judged(worker: Leading, *entries: Entry) -> list[Verdict]:
     return await worker.backend.enter(entries)
 
 
-def as_run(entry: Entry, name: str = "unit") -> Run:
-    return Run(
-        run_id(name, entry.job, entry.tick, entry.attempt),
-        entry.job,
-        entry.tick,
-        entry.attempt,
-        entry.token,
-        entry.nonce,
-    )
+def as_run(entry: Entry) -> Run:
+    return Run(entry.id, entry.job, entry.tick, entry.attempt, entry.token, entry.nonce)
 
 
 async def test_a_tick_and_attempt_is_claimed_once(leader: Leading) -> None:

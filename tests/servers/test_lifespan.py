@@ -72,7 +72,15 @@ def test_the_status_has_the_shape_of_the_contract(database: str) -> None:
             "worst_case_failover_seconds", "leader", "workers", "jobs", "runs", "versions",
         ]  # fmt: skip
         assert set(document["leader"]) == {"worker", "hostname", "pid", "token", "acquired_at", "renewed_at"}
-        assert set(document["workers"][0]) == {"worker", "hostname", "pid", "role", "started_at", "last_seen_at"}
+        assert set(document["workers"][0]) == {
+            "worker",
+            "hostname",
+            "pid",
+            "role",
+            "started_at",
+            "last_seen_at",
+            "version",
+        }
         assert set(document["backend"]) == {"kind", "reachable", "detail"}
         assert (document["name"], document["mode"], document["lease_seconds"]) == ("shape", "leader", 4.0)
         assert document["leader"]["acquired_at"].endswith("Z")
@@ -150,7 +158,7 @@ async def test_running_jobs_finish_before_the_leadership_is_handed_over(database
     scheduler.add_job(slow, id="slow")
     successor = Singleton(url=database)
     async with singleton.lifespan():
-        await eventually(lambda: singleton._duties and singleton._duties._under_way, "the job's start")
+        await eventually(lambda: singleton._duties and singleton._duties._gate.under_way, "the job's start")
         successor_lifespan = successor.lifespan()
         await successor_lifespan.__aenter__()
         asyncio.get_running_loop().call_later(0.3, release.set)

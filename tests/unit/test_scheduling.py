@@ -149,7 +149,7 @@ async def test_the_drain_waits_for_coroutines_and_threads_and_is_bounded(leader:
     scheduler.add_job(slow_coroutine, "date", run_date=soon(), id="coroutine")
     duties = await leader.lead(scheduler)
     await eventually(started.is_set, "the thread's start")
-    await eventually(lambda: len(duties._under_way) == 2, "both under way")
+    await eventually(lambda: duties._gate.under_way == 2, "both under way")
     duties.lay_down()
     assert await duties.drain(0.05) == 2
     release.set()

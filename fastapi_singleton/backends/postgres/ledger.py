@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from ...errors import ConfigurationError, LostLeadershipError
-from ...records import Ending, Entry, Run, RunView, run_id
+from ...records import Ending, Entry, Run, RunView
 
 # Accepts an entry iff its token is the newest, its tick lies above the floor and not beyond the store's time + lease, and
 # there is no row for the tick and attempt, or one with the same nonce that is still running (then it is the same claim,
@@ -189,7 +189,7 @@ def entry_arguments(name: str, worker: str, lease: float, entries: Sequence[Entr
         [e.job for e in entries],
         [e.tick for e in entries],
         [e.attempt for e in entries],
-        [run_id(name, e.job, e.tick, e.attempt) for e in entries],
+        [e.id for e in entries],
         [e.nonce for e in entries],
         [e.cause for e in entries],
         [e.token for e in entries],

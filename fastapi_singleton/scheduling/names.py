@@ -1,0 +1,46 @@
+"""What each job is called in the whole fleet, where APScheduler's own ids may be random."""
+
+from typing import Any
+
+from . import stock
+
+
+class Names:
+    """A name per job: its id, or its function where APScheduler made up the id. No two jobs have the same."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._by_id: dict[str, str] = {}
+        self._taken: set[str] = set()
+        self.defined: set[str] = set()
+
+    def define(self, job: Any, alias: str) -> str | None:
+        """Name a job that the application defines; None if the name is taken, so that no worker could tell the two apart."""
+        name = self._natural(job, alias)
+        if name in self._taken:
+            return None
+        self.defined.add(name)
+        self._give(job, name)
+        return name
+
+    def of(self, job: Any) -> str:
+        """The name of a job. Of several added at run time from one function, the first has the function's name and the
+        others, which no other worker has, their own ids."""
+        name = self._by_id.get(job.id)
+        if name is None:
+            name = self._natural(job, job._jobstore_alias)
+            self._give(job, name if name not in self._taken else job.id)
+        return self._by_id[job.id]
+
+    def forget(self, job_id: str) -> str:
+        """The name of a job that is no more; it may be given again."""
+        name = self._by_id.pop(job_id, job_id)
+        self._taken.discard(name)
+        return name
+
+    def _natural(self, job: Any, alias: str) -> str:
+        return stock.job_key(job, shared=stock.is_shared(self._scheduler, alias))
+
+    def _give(self, job: Any, name: str) -> None:
+        self._by_id[job.id] = name
+        self._taken.add(name)
