@@ -25,7 +25,6 @@ Rules:
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from typing import Any
 
 from .backends import Backend
@@ -74,6 +73,7 @@ class Elector:
         self._published: Sequence[JobView] | None = None
         self._failures = 0
         self._resignations = 0
+        self._renewals = 0
         self.problem: str | None = None
         self.reachable = False
         self.seen_at: float | None = None
@@ -103,13 +103,15 @@ class Elector:
             except StoreError as error:
                 self._note(error)
                 await self._pause(self._timing.backoff(self._failures))
-            except Exception:
+            except Exception as error:
                 self._failures += 1
+                self.problem = f"The election failed unexpectedly ({type(error).__name__}); see the log of this worker."
                 logger.exception("Unexpected error in the election; trying again")
                 self._backend.forfeit()
                 await self._pause(self._timing.backoff(self._failures))
 
     async def _contend(self) -> None:
+        await self._backend.connect()
         sent = self._clock()
         term = await self._backend.acquire()
         self._answered()
@@ -124,6 +126,7 @@ class Elector:
     async def _lead(self, term: Term, sent: float) -> None:
         self._trusted = term, sent + self._timing.trust
         self._published = None
+        self._renewals = 0
         logger.info("Elected: this worker leads with token %d", term.token, extra=_extra(term))
         try:
             await self._duties.take_up(term)
@@ -141,6 +144,10 @@ class Elector:
         else:
             self._backend.forfeit()
             logger.warning("Lost the leadership: %s", reason, extra=_extra(term))
+            if not self._renewals:
+                # Elected and lost at once: whatever the reason, it must not become a spin.
+                self._failures += 1
+                await self._pause(self._timing.backoff(self._failures))
 
     async def _keep(self, term: Term) -> str | None:
         """Renew until the term is lost (why) or given back (None)."""
@@ -163,6 +170,7 @@ class Elector:
             self._answered()
             self._trusted = term, sent + self._timing.trust
             self._duties.renewed()
+            self._renewals += 1
             self._resignations = 0
             await self._wait(self._timing.renew_every)
         return None
@@ -175,7 +183,7 @@ class Elector:
         self.problem = f"This worker was elected but could not do the work ({type(error).__name__}); see its log."
         logger.error("Resigning: the scheduler cannot be run on this worker", exc_info=error, extra=_extra(term))
         await self._release(term)
-        await self._pause(min(self._timing.lease, self._timing.poll * 2**self._resignations))
+        await self._pause(min(self._timing.lease, self._timing.poll * 2 ** min(self._resignations, 10)))
 
     async def _release(self, term: Term) -> None:
         try:
@@ -227,8 +235,7 @@ class Elector:
         finally:
             for task in tasks:
                 task.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         # Heard once. While a draining leader goes on renewing, it must not spin.
         self._woken.clear()
 

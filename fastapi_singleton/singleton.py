@@ -25,6 +25,7 @@ logger = logging.getLogger("fastapi_singleton")
 URL_VARIABLE = "FASTAPI_SINGLETON_URL"
 _DAY = 86_400.0
 _LONGEST = 36_500 * _DAY
+_LAST_REQUEST = 5.0  # what a stopping worker waits for a store that does not answer, at each step
 
 
 class Singleton:
@@ -48,7 +49,7 @@ class Singleton:
         connect: Callable[[], Awaitable[Any]] | None = None,
         enabled: bool = True,
     ) -> None:
-        if not isinstance(name, str) or not name.strip() or "\0" in name or len(name) > 200:
+        if not _is_name(name):
             raise ConfigurationError(
                 f"name={name!r} cannot name a fleet.", hint="use a short text, the same in every worker, such as 'app'."
             )
@@ -126,11 +127,8 @@ class Singleton:
             try:
                 await self._stop(elector, election, ledger)
             finally:
-                writing.cancel()
-                ledger.close()
-                election.cancel()
-                await backend.close()
                 self._worker = self._backend = self._elector = None
+                await self._let_go(backend, ledger, election, writing)
 
     async def _stop(self, elector: Elector, election: "asyncio.Task[None]", ledger: Ledger) -> None:
         """Stop contending → pause → wait for running jobs, still renewing → write down how they ended → release and
@@ -142,11 +140,27 @@ class Singleton:
             if left:
                 logger.warning("%d job(s) still run after the %g s allowed for draining", left, self._drain)
             await self._duties.close()
-            if unwritten := await ledger.flush(2 * self._timing.request_timeout):
+            if unwritten := await ledger.flush(min(2 * self._timing.request_timeout, _LAST_REQUEST)):
                 logger.warning("The store did not take the endings of %d run(s)", unwritten)
         elector.retire()
         # Each step of the loop is bounded by the request timeout; this only guards against the unforeseen.
-        await asyncio.wait([election], timeout=4 * self._timing.request_timeout + 1)
+        await asyncio.wait([election], timeout=min(4 * self._timing.request_timeout + 1, _LAST_REQUEST))
+
+    async def _let_go(self, backend: Backend, ledger: Ledger, *tasks: "asyncio.Task[None]") -> None:
+        """Whatever came before, even a second interruption: no task, connection or running scheduler is left."""
+        for task in tasks:
+            task.cancel()
+        ledger.close()
+        try:
+            async with asyncio.timeout(_LAST_REQUEST):
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await backend.close()
+        except TimeoutError:
+            pass
+        finally:
+            backend.forfeit()
+            if self._duties is not None:
+                await self._duties.close()
 
     async def status(self) -> Status:
         """The fleet as this worker last saw it. Asks nobody: it answers at once, also while the store is away."""
@@ -222,3 +236,10 @@ class Singleton:
         if actions:
             raise ConfigurationError("The router has no actions.", hint="leave out actions=True.")
         return make_router(self.status, self.runs, prefix=prefix, dependencies=dependencies)
+
+
+def _is_name(name: object) -> bool:
+    """A text that every store can take."""
+    if not isinstance(name, str) or not name.strip() or "\0" in name or len(name) > 200:
+        return False
+    return name.encode("utf-8", "replace").decode() == name

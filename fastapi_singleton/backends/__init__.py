@@ -44,6 +44,9 @@ class Backend(Protocol):
     def now(self) -> datetime:
         """The store's clock as it was last heard, carried on by a local one that no one sets; asks nobody."""
 
+    async def connect(self) -> None:
+        """Be ready to ask: what takes long before the first question is done here, and does not eat into its term."""
+
     async def acquire(self) -> Term | None:
         """Show that this worker is alive and try to lead: a new term, or None while somebody else leads."""
 

@@ -72,7 +72,7 @@ class PostgresStore:
         except ValueError:
             raise _ENCODE from None
         userinfo, _, hosts = parts.netloc.rpartition("@")
-        if parts.fragment or "@" in parts.path or not all(_is_host(host) for host in hosts.split(",")):
+        if parts.fragment or "@" in unquote(parts.path) or not all(_is_host(host) for host in hosts.split(",")):
             raise _ENCODE
         user, colon, password = userinfo.partition(":")
         kept, session_pooler = _asyncpg_parameters(query)
@@ -99,6 +99,16 @@ class PostgresStore:
         from .ledger import fence
 
         await fence(connection, name, run)
+
+    def dsn_from(self, attempt: int) -> str | None:
+        """The address with its hosts in turn: asyncpg spends its whole patience on the first that does not answer."""
+        if self.dsn is None:
+            return None
+        parts = urlsplit(self.dsn)
+        auth, at, hosts = parts.netloc.rpartition("@")
+        several = hosts.split(",")
+        first = attempt % len(several)
+        return urlunsplit(parts._replace(netloc=auth + at + ",".join(several[first:] + several[:first])))
 
     def redact(self, text: str) -> str:
         """The text without the password, whoever put it there."""

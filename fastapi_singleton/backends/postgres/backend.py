@@ -49,7 +49,7 @@ _SEEN = """
 """
 # A statement does not see what it writes itself, so its own row is put beside the others.
 _WORKERS = """
-    (SELECT coalesce(json_agg(w ORDER BY w.started_at, w.worker), '[]') FROM (
+    (SELECT coalesce(json_agg(w ORDER BY w.started_at, w.worker), '[]')::text FROM (
         SELECT * FROM seen UNION ALL
         SELECT * FROM fastapi_singleton.worker AS other
         WHERE other.name = $1 AND other.last_seen_at > clock_timestamp() - $6::interval
@@ -66,7 +66,7 @@ CONTEND = f"""
 WITH seen AS ({_SEEN})
 SELECT pg_try_advisory_lock($8) AS won, {_WORKERS}, clock_timestamp() AS now, t.*
 FROM (SELECT) AS always LEFT JOIN LATERAL (
-    SELECT {_TERM}, t.released_at IS NULL AND t.renewed_at > clock_timestamp() - $6::interval AS current, {_DIGEST}
+    SELECT {_TERM}, t.released_at IS NULL AND t.renewed_at > clock_timestamp() - t.lease AS current, {_DIGEST}
     FROM fastapi_singleton.term AS t WHERE t.name = $1
 ) AS t ON true
 """
@@ -76,11 +76,12 @@ ELECT = """
 WITH long_gone AS (
     DELETE FROM fastapi_singleton.worker WHERE last_seen_at < clock_timestamp() - interval '1 day'
 )
-INSERT INTO fastapi_singleton.term AS t (name, token, worker, hostname, pid, acquired_at, renewed_at)
-VALUES ($1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint, $2, $3, $4, clock_timestamp(), clock_timestamp())
+INSERT INTO fastapi_singleton.term AS t (name, token, worker, hostname, pid, acquired_at, renewed_at, lease)
+VALUES ($1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint, $2, $3, $4, clock_timestamp(), clock_timestamp(), $6)
 ON CONFLICT (name) DO UPDATE
 SET token = greatest(t.token + 1, excluded.token), worker = excluded.worker, hostname = excluded.hostname,
-    pid = excluded.pid, acquired_at = excluded.acquired_at, renewed_at = excluded.renewed_at, released_at = NULL
+    pid = excluded.pid, acquired_at = excluded.acquired_at, renewed_at = excluded.renewed_at, released_at = NULL,
+    lease = excluded.lease
 RETURNING t.token, pg_notify($5, 'elected')
 """
 
@@ -132,11 +133,13 @@ class PostgresBackend:
         self._name = name
         self._worker = worker
         self._timing = timing
+        self._lease = timedelta(seconds=timing.lease)
         self._key = lock_key(name)
         self._channel = f"fastapi_singleton_{self._key & 0xFFFF_FFFF_FFFF_FFFF:016x}"
         self._session: Session | None = None
         self._owned: Term | None = None
         self._opening = asyncio.Lock()
+        self._attempts = 0
         self._closed = False
         self._fleet = Fleet()
         self._digest: str | None = None
@@ -156,6 +159,9 @@ class PostgresBackend:
 
     # -- leadership --------------------------------------------------------------------------------------------------
 
+    async def connect(self) -> None:
+        await self._open_session()
+
     async def acquire(self) -> Term | None:
         # Cleared before asking: what is heard from now on may be newer than the answer.
         self._news.clear()
@@ -165,7 +171,7 @@ class PostgresBackend:
             await self._see(session, row)
             return None
         me = self._worker
-        [elected] = await session.fetch("elect", self._name, me.worker, me.hostname, me.pid, self._channel)
+        [elected] = await session.fetch("elect", self._name, me.worker, me.hostname, me.pid, self._channel, self._lease)
         self._owned = Term(self._name, elected["token"], me.worker)
         self._clock = row["now"], boot_clock()
         self._watch(None)
@@ -246,8 +252,7 @@ class PostgresBackend:
         await self._leading(term).fetch("note", self._name, *columns)
 
     async def sweep(self, term: Term) -> int:
-        lease = timedelta(seconds=self._timing.lease)
-        return len(await self._leading(term).fetch("sweep", self._name, self._worker.worker, lease))
+        return len(await self._leading(term).fetch("sweep", self._name, self._worker.worker, self._lease))
 
     async def cut(self, term: Term, jobs: Sequence[str], attempts: int, within: float) -> list[Cut]:
         rows = await self._leading(term).fetch("cut", self._name, jobs, attempts, timedelta(seconds=within))
@@ -279,31 +284,33 @@ class PostgresBackend:
                 raise StoreError("The connection was closed.", hint="nothing to do: this worker is stopping.")
             self._drop_session()
             label = f"{self._worker.pid}:{self._name}@{self._worker.hostname}"
-            # Cut at 63 bytes by the server and plain ASCII; the pid comes first, so that it is what survives.
-            session = await Session.open(
+            self._attempts += 1
+            self._session = await Session.open(
                 self._store,
                 self._timing,
+                # Cut at 63 bytes by the server and plain ASCII; the pid comes first, so that it is what survives.
                 f"fastapi_singleton:{label}".encode("ascii", "replace")[:63].decode(),
                 _STATEMENTS,
+                attempt=self._attempts - 1,
+                channel=self._channel,
+                on_message=self._hear,
+                on_cut=self._news.set,
             )
-            own_pid = session.backend_pid
-            await session.listen(self._channel, lambda pid, _: self._hear(pid, own_pid), self._news.set)
-            self._session = session
-            return session
+            self._attempts = 0
+            return self._session
 
     def _drop_session(self) -> None:
         session, self._session, self._owned = self._session, None, None
         if session is not None:
             session.terminate()
 
-    def _hear(self, pid: int, own_pid: int) -> None:
-        if pid != own_pid:
+    def _hear(self, pid: int) -> None:
+        if self._session is not None and pid != self._session.backend_pid:
             self._news.set()
 
     def _presence(self) -> tuple[object, ...]:
         me = self._worker
-        lease = timedelta(seconds=self._timing.lease)
-        return self._name, me.worker, me.hostname, me.pid, me.started_at, lease, me.version
+        return self._name, me.worker, me.hostname, me.pid, me.started_at, self._lease, me.version
 
     async def _see(self, session: Session, row: Any) -> None:
         self._clock = row["now"], boot_clock()
@@ -375,4 +382,9 @@ def _job_view(document: dict[str, Any], last: Mapping[str, RunView]) -> JobView:
 
 def _job_document(job: JobView) -> dict[str, Any]:
     next_run_at = job.next_run_at.isoformat() if job.next_run_at else None
-    return {"id": job.id, "trigger": job.trigger, "next_run_at": next_run_at, "paused": job.paused}
+    return {
+        "id": ledger.clean(job.id),
+        "trigger": ledger.clean(job.trigger),
+        "next_run_at": next_run_at,
+        "paused": job.paused,
+    }

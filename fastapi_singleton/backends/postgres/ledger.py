@@ -154,17 +154,17 @@ HISTORY_DIGEST = f"(SELECT md5(string_agg(r.id || r.outcome, '')) FROM ({_NEWEST
 
 # The newest runs, and the last one of each job the leader shows.
 HISTORY = f"""
-SELECT (SELECT json_agg({_RUN} ORDER BY r.tick DESC, r.job, r.attempt DESC) FROM ({_NEWEST}) AS r) AS runs,
-       (SELECT json_agg({_RUN}) FROM fastapi_singleton.term AS t
+SELECT (SELECT json_agg({_RUN} ORDER BY r.tick DESC, r.job, r.attempt DESC)::text FROM ({_NEWEST}) AS r) AS runs,
+       (SELECT json_agg({_RUN})::text FROM fastapi_singleton.term AS t
         CROSS JOIN jsonb_array_elements(t.jobs) AS j
         CROSS JOIN LATERAL (SELECT * FROM fastapi_singleton.run AS r WHERE r.name = $1 AND r.job = j ->> 'id'
                             ORDER BY r.tick DESC, r.attempt DESC LIMIT 1) AS r
         WHERE t.name = $1) AS last,
-       (SELECT jobs FROM fastapi_singleton.term WHERE name = $1) AS jobs
+       (SELECT jobs::text FROM fastapi_singleton.term WHERE name = $1) AS jobs
 """
 
 RUNS = f"""
-SELECT {_RUN} AS run FROM fastapi_singleton.run AS r
+SELECT ({_RUN})::text AS run FROM fastapi_singleton.run AS r
 WHERE r.name = $1 AND r.job = $2 AND r.tick < coalesce($3, 'infinity'::timestamptz)
 ORDER BY r.tick DESC, r.attempt DESC LIMIT $4
 """

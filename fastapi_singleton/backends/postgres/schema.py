@@ -7,18 +7,19 @@ import asyncpg
 
 from ...errors import StoreError
 
-# Step by step; entry N brings the schema to version N + 1. Only additions, so that older workers go on beside newer ones.
+# Step by step; entry N brings the schema to version N + 1. Only additions, so that older workers go on beside newer ones;
+# each can be repeated, so that a table that somebody dropped comes back.
 MIGRATIONS = (
     """
 CREATE SCHEMA IF NOT EXISTS fastapi_singleton;
 
-CREATE TABLE fastapi_singleton.schema_version (
+CREATE TABLE IF NOT EXISTS fastapi_singleton.schema_version (
     version integer PRIMARY KEY,
     applied_at timestamptz NOT NULL DEFAULT now()
 );
 
 -- One row per name: who leads, or led last. The token only ever grows; the row is never deleted.
-CREATE TABLE fastapi_singleton.term (
+CREATE TABLE IF NOT EXISTS fastapi_singleton.term (
     name text PRIMARY KEY,
     token bigint NOT NULL,
     worker text NOT NULL,
@@ -31,7 +32,7 @@ CREATE TABLE fastapi_singleton.term (
 ) WITH (fillfactor = 50);
 
 -- One row per worker that was seen lately.
-CREATE TABLE fastapi_singleton.worker (
+CREATE TABLE IF NOT EXISTS fastapi_singleton.worker (
     name text NOT NULL,
     worker text NOT NULL,
     hostname text NOT NULL,
@@ -44,13 +45,14 @@ CREATE TABLE fastapi_singleton.worker (
     """
 -- `floor` is the greatest tick ever deleted from the ledger; nothing at or before it can be claimed again.
 ALTER TABLE fastapi_singleton.term
-    ADD COLUMN floor timestamptz NOT NULL DEFAULT '-infinity',
-    ADD COLUMN jobs_revision bigint NOT NULL DEFAULT 0;
+    ADD COLUMN IF NOT EXISTS floor timestamptz NOT NULL DEFAULT '-infinity',
+    ADD COLUMN IF NOT EXISTS jobs_revision bigint NOT NULL DEFAULT 0,
+    ADD COLUMN IF NOT EXISTS lease interval NOT NULL DEFAULT interval '10 seconds';
 
-ALTER TABLE fastapi_singleton.worker ADD COLUMN version text NOT NULL DEFAULT '';
+ALTER TABLE fastapi_singleton.worker ADD COLUMN IF NOT EXISTS version text NOT NULL DEFAULT '';
 
 -- The ledger: one row per tick and attempt. Whoever enters it runs it; no second row, no second run.
-CREATE TABLE fastapi_singleton.run (
+CREATE TABLE IF NOT EXISTS fastapi_singleton.run (
     name text NOT NULL,
     job text NOT NULL,
     tick timestamptz NOT NULL,
@@ -66,11 +68,11 @@ CREATE TABLE fastapi_singleton.run (
     error text,
     PRIMARY KEY (name, job, tick, attempt)
 );
-CREATE INDEX run_newest ON fastapi_singleton.run (name, tick DESC, job);
-CREATE INDEX run_unsettled ON fastapi_singleton.run (name, outcome) WHERE outcome IN ('running', 'abandoned');
+CREATE INDEX IF NOT EXISTS run_newest ON fastapi_singleton.run (name, tick DESC, job);
+CREATE INDEX IF NOT EXISTS run_unsettled ON fastapi_singleton.run (name, outcome) WHERE outcome IN ('running', 'abandoned');
 
 -- What the fleet remembers of a job: ticks after `since` may lack a row; `anchor` is the phase of its interval.
-CREATE TABLE fastapi_singleton.job (
+CREATE TABLE IF NOT EXISTS fastapi_singleton.job (
     name text NOT NULL,
     key text NOT NULL,
     fingerprint text NOT NULL,
@@ -86,19 +88,18 @@ CREATE TABLE fastapi_singleton.job (
 # Any fixed number will do; it only has to be the same in every worker.
 _MIGRATION_LOCK = 0x6661_7374_6170_6973
 
+_TABLES = ("schema_version", "term", "worker", "run", "job")
 # Asked of the catalogue's tables: to_regclass() answers from a cache, which may not know of a commit a moment ago.
-_EXISTS = """
-SELECT EXISTS (SELECT FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
-               WHERE n.nspname = 'fastapi_singleton' AND c.relname = 'schema_version')
+_PRESENT = """
+SELECT count(*) FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
+WHERE n.nspname = 'fastapi_singleton' AND c.relname = ANY($1::text[])
 """
+_NOTE_VERSION = "INSERT INTO fastapi_singleton.schema_version (version) VALUES ({}) ON CONFLICT DO NOTHING;"
 
 
 def schema_sql(role: str = "your_application_role") -> str:
     """What an administrator runs where the application's own role may not create tables."""
-    steps = [
-        f"{sql.strip()}\nINSERT INTO fastapi_singleton.schema_version (version) VALUES ({number});"
-        for number, sql in enumerate(MIGRATIONS, start=1)
-    ]
+    steps = [f"{sql.strip()}\n{_NOTE_VERSION.format(number)}" for number, sql in enumerate(MIGRATIONS, start=1)]
     role = role.replace('"', '""')
     grants = (
         f'GRANT USAGE ON SCHEMA fastapi_singleton TO "{role}";\n'
@@ -118,9 +119,7 @@ async def ensure_schema(connection: "asyncpg.Connection[Any]", patience: float) 
                 # Read again under the lock: somebody may have finished in between.
                 for number in range(await _version(connection), len(MIGRATIONS)):
                     await connection.execute(MIGRATIONS[number])
-                    await connection.execute(
-                        "INSERT INTO fastapi_singleton.schema_version (version) VALUES ($1)", number + 1
-                    )
+                    await connection.execute(_NOTE_VERSION.format(number + 1))
                 return
         if loop.time() > deadline:
             raise StoreError(
@@ -131,7 +130,11 @@ async def ensure_schema(connection: "asyncpg.Connection[Any]", patience: float) 
 
 
 async def _version(connection: "asyncpg.Connection[Any]") -> int:
-    if not await connection.fetchval(_EXISTS):
+    """Which steps have been taken; 0 also if a table is missing that they made."""
+    present = await connection.fetchval(_PRESENT, list(_TABLES[:1]))
+    if not present:
         return 0
     version: int = await connection.fetchval("SELECT coalesce(max(version), 0) FROM fastapi_singleton.schema_version")
+    if version >= len(MIGRATIONS) and await connection.fetchval(_PRESENT, list(_TABLES)) < len(_TABLES):
+        return 0
     return version

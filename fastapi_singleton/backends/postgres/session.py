@@ -16,7 +16,9 @@ a session on which the lease did not stick. The lease: the server ends this sess
 import asyncio
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import asyncpg
@@ -31,6 +33,17 @@ from .schema import ensure_schema
 OLDEST_SERVER = 140_000
 # Connecting holds up nobody, so it may take longer than a short lease would allow.
 _SETUP_TIMEOUT = 5.0
+
+# While the tables are made and the statements prepared: nobody has to wait for a worker that freezes meanwhile.
+_SETUP_SETTINGS = {
+    "statement_timeout": "5000",
+    "lock_timeout": "2000",
+    "idle_in_transaction_session_timeout": "5000",
+    "client_connection_check_interval": "2000",
+    "default_transaction_isolation": "read committed",
+}
+# Connections made by the application that are in use here; two sessions on one would share its locks.
+_taken: "weakref.WeakSet[asyncpg.Connection[Any]]" = weakref.WeakSet()
 
 _ABOUT = """
 SELECT pg_backend_pid() AS backend_pid, pg_is_in_recovery() AS replica,
@@ -60,6 +73,7 @@ def lease_settings(timing: Timing, version: int) -> dict[str, str]:
         "lock_timeout": request,
         "client_connection_check_interval": request,
         "synchronous_commit": "on",
+        "default_transaction_isolation": "read committed",
     }
     if version >= 170_000:
         settings["transaction_timeout"] = lease
@@ -88,20 +102,36 @@ class Session:
 
     @classmethod
     async def open(
-        cls, store: PostgresStore, timing: Timing, application_name: str, statements: Mapping[str, str]
+        cls,
+        store: PostgresStore,
+        timing: Timing,
+        application_name: str,
+        statements: Mapping[str, str],
+        *,
+        attempt: int = 0,
+        channel: str | None = None,
+        on_message: Callable[[int], None] = lambda pid: None,
+        on_cut: Callable[[], None] = lambda: None,
     ) -> "Session":
+        """`attempt` picks which of several hosts is tried first, so that a dead one does not stand in the way for ever."""
         try:
             async with asyncio.timeout(max(_SETUP_TIMEOUT, timing.request_timeout)):
-                connection = await _connect(store)
+                connection = await _connect(store, attempt)
                 session = cls(store, connection, timing)
                 try:
-                    await session._check(timing, application_name)
+                    await session._check()
+                    # From here on the server ends whatever this worker freezes in; the lease itself comes last, because
+                    # a short one would not leave the time for all that comes before.
+                    await session._apply(_SETUP_SETTINGS)
                     await ensure_schema(connection, patience=_SETUP_TIMEOUT / 2)
-                    await session._bind(timing, application_name)
                     # Kept for the session's whole life: a statement parsed later would leave a moment in which a
                     # frozen client keeps the server waiting outside every time limit.
                     for name, sql in statements.items():
                         session._statements[name] = await connection.prepare(sql)
+                    if channel is not None:
+                        connection.add_termination_listener(lambda _: on_cut())
+                        await connection.add_listener(channel, lambda _, pid, *__: on_message(pid))
+                    await session._bind(timing, application_name)
                 except BaseException:
                     connection.terminate()
                     raise
@@ -109,7 +139,7 @@ class Session:
         except Exception as error:
             raise explain(error, store) from None
 
-    async def _check(self, timing: Timing, application_name: str) -> None:
+    async def _check(self) -> None:
         about = await self._connection.fetchrow(_ABOUT)
         assert about is not None
         # A pooler answers the connection's start-up itself, so the process it names is not the one that runs the query.
@@ -124,10 +154,12 @@ class Session:
             )
         self._version: int = about["version"]
 
+    async def _apply(self, settings: Mapping[str, str]) -> None:
+        await self._connection.fetch(_APPLY, list(settings), list(settings.values()))
+
     async def _bind(self, timing: Timing, application_name: str) -> None:
         wanted = lease_settings(timing, self._version)
-        everything = wanted | _comfort_settings(timing, application_name)
-        await self._connection.fetch(_APPLY, list(everything), list(everything.values()))
+        await self._apply(wanted | _comfort_settings(timing, application_name))
         found = {row["name"]: row["setting"] for row in await self._connection.fetch(_READ_BACK, list(wanted))}
         lost = sorted(name for name in wanted if found.get(name) != wanted[name])
         if lost:
@@ -144,16 +176,6 @@ class Session:
     def alive(self) -> bool:
         """Not a proof of ownership: a cut connection may look alive for a moment."""
         return not self._connection.is_closed()
-
-    async def listen(self, channel: str, on_message: Callable[[int, str], None], on_cut: Callable[[], None]) -> None:
-        self._connection.add_termination_listener(lambda _: on_cut())
-        try:
-            await self._connection.add_listener(channel, lambda _, pid, __, payload: on_message(pid, str(payload)))
-        except BaseException as error:
-            self.terminate()
-            if isinstance(error, Exception):
-                raise explain(error, self._store) from None
-            raise
 
     async def fetch(self, statement: str, *arguments: object) -> list[Any]:
         """Run one of the prepared statements. Any failure, and any doubt whether it ran, ends the session."""
@@ -179,10 +201,10 @@ class Session:
             raise
 
 
-async def _connect(store: PostgresStore) -> "asyncpg.Connection[Any]":
+async def _connect(store: PostgresStore, attempt: int) -> "asyncpg.Connection[Any]":
     if store.connect is None:
         return await asyncpg.connect(
-            store.dsn,
+            store.dsn_from(attempt),
             timeout=_SETUP_TIMEOUT,
             target_session_attrs=SessionAttribute.read_write,
             max_cached_statement_lifetime=0,
@@ -191,20 +213,40 @@ async def _connect(store: PostgresStore) -> "asyncpg.Connection[Any]":
         connection = store.connect()
         if inspect.isawaitable(connection):
             connection = await connection
-    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError):
-        raise
-    except Exception as error:
+    except BaseException as error:
+        cancelled = isinstance(error, asyncio.CancelledError)
+        task = asyncio.current_task()
+        if (cancelled and task is not None and task.cancelling()) or not (cancelled or isinstance(error, Exception)):
+            raise
         # Its text is not ours and may hold a credential.
         raise StoreError(
             f"connect() raised {type(error).__name__}.", hint="see that your function returns a new connection."
         ) from None
-    # A pool's proxy passes for a connection, hence the second look.
-    if not isinstance(connection, asyncpg.Connection) or isinstance(connection, PoolConnectionProxy):
+    reason = _unfit(connection)
+    if reason is not None:
+        await _give_back(connection)
         raise UnsafeStoreError(
-            f"connect() returned {type(connection).__name__}, not a connection of its own.",
+            f"connect() returned {reason}, not a connection of its own.",
             hint="return `await asyncpg.connect(...)`; a pool takes its connections back, and the lock with them.",
         )
-    return connection
+    _taken.add(connection)
+    return connection  # type: ignore[no-any-return]
+
+
+def _unfit(connection: Any) -> str | None:
+    # A pool's proxy passes for a connection, hence the second look.
+    if not isinstance(connection, asyncpg.Connection) or isinstance(connection, PoolConnectionProxy):
+        return type(connection).__name__
+    if connection in _taken and not connection.is_closed():
+        return "a connection that is in use here already"
+    return "a connection inside a transaction" if connection.is_in_transaction() else None
+
+
+async def _give_back(connection: Any) -> None:
+    """A pool must not be drained of connections that were refused; one that is in use stays so."""
+    if isinstance(connection, PoolConnectionProxy) or connection not in _taken:
+        with suppress(Exception):
+            await connection.close(timeout=1.0)
 
 
 def explain(error: Exception, store: PostgresStore) -> StoreError:
@@ -225,7 +267,7 @@ def explain(error: Exception, store: PostgresStore) -> StoreError:
             return POOLER
         case asyncpg.UndefinedTableError() | asyncpg.InvalidSchemaNameError():
             return StoreError(
-                f"The tables of fastapi_singleton are gone ({text}).", hint="they are created again at the next try."
+                f"Tables of fastapi_singleton are gone ({text}).", hint="they are created again at the next try."
             )
         case asyncpg.InvalidPasswordError() | asyncpg.InvalidAuthorizationSpecificationError():
             return StoreError(f"{where} refused the login ({text}).", hint="check user, password and pg_hba.conf.")
