@@ -10,6 +10,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Literal
 
+from .processes import identity
+
 Outcome = Literal["running", "succeeded", "failed", "missed", "skipped", "abandoned"]
 Cause = Literal["schedule", "catch_up", "rerun", "manual"]
 
@@ -29,12 +31,13 @@ class Worker:
     pid: int
     started_at: datetime
     version: str = ""  # a digest of the jobs it knows: two of them in one fleet mean that a deploy is under way
+    process: str = ""  # which process of which machine it is, as far as the operating system tells
 
     @classmethod
     def here(cls, version: str = "") -> "Worker":
         """This process, with a new identity. Made inside the lifespan: what is made at import is shared by preloaded workers."""
         hostname, pid = socket.gethostname(), os.getpid()
-        return cls(f"{hostname}:{pid}:{uuid.uuid4().hex[:8]}", hostname, pid, datetime.now(UTC), version)
+        return cls(f"{hostname}:{pid}:{uuid.uuid4().hex[:8]}", hostname, pid, datetime.now(UTC), version, identity())
 
 
 @dataclass(frozen=True)

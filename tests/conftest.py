@@ -11,6 +11,9 @@ from urllib.parse import urlsplit, urlunsplit
 import asyncpg
 import pytest
 
+from .stores import RealStore
+from .stores.postgres import RealPostgres
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the wheel's import complains about a missing XDG_RUNTIME_DIR
     from example_app.embedded import EmbeddedPostgres
@@ -59,6 +62,17 @@ async def admin(database: str) -> AsyncIterator["asyncpg.Connection[asyncpg.Reco
     connection = await asyncpg.connect(database)
     yield connection
     connection.terminate()
+
+
+STORES = {"postgresql": lambda request: RealPostgres(request.getfixturevalue("database"))}
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest) -> Iterator[RealStore]:
+    """Each of the stores in turn, real and empty."""
+    made = STORES[request.param](request)
+    yield made
+    made.close()
 
 
 async def eventually(condition: Callable[[], object | Awaitable[object]], what: str, patience: float = 30.0) -> object:

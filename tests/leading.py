@@ -1,14 +1,12 @@
-"""A worker that leads on a real PostgreSQL, without a server around it: for tests of what a leader does."""
+"""A worker that leads on a real store, without a server around it: for tests of what a leader does."""
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from datetime import datetime
 from typing import Any
 
-from fastapi_singleton.backends.postgres import PostgresStore
-from fastapi_singleton.backends.postgres.backend import PostgresBackend
+from fastapi_singleton.backends import find_store
+from fastapi_singleton.errors import StoreError
 from fastapi_singleton.ledger import Ledger
 from fastapi_singleton.records import RunView, Term, Worker
 from fastapi_singleton.scheduling import SchedulerDuties
@@ -20,10 +18,11 @@ from .conftest import eventually
 class Leading:
     """One worker. `trusted` may be taken from it and given back; `steal` lets another worker lead meanwhile."""
 
-    def __init__(self, database: str, name: str = "unit", lease: float = 30.0) -> None:
+    def __init__(self, url: str, name: str = "unit", lease: float = 30.0) -> None:
         self.name, self.timing = name, Timing(lease)
         self.worker = Worker.here()
-        self.backend: PostgresBackend = PostgresStore.parse(database).open(name, self.worker, self.timing)
+        self.store = find_store(url, None)
+        self.backend: Any = self.store.open(name, self.worker, self.timing)
         self.ledger = Ledger(self.backend, self.timing)
         self.trusted: Term | None = None
         self._writing = asyncio.create_task(self.ledger.run())
@@ -34,6 +33,16 @@ class Leading:
         assert isinstance(term, Term)
         self.trusted = term
         return term
+
+    def take_from(self, other: "Leading") -> Callable[[], Awaitable[Term]]:
+        """What makes this worker lead in the other's place while the other still believes in its term."""
+
+        async def take() -> Term:
+            assert other.trusted is not None
+            other.backend.forfeit()
+            return await self.elect()
+
+        return take
 
     async def resign(self) -> None:
         assert self.trusted is not None
@@ -48,6 +57,23 @@ class Leading:
     def reopen(self, duties: SchedulerDuties) -> None:
         duties.open(self.name, self.timing.lease, lambda: self.trusted, self.backend, self.ledger)
         self._opened.append(duties)
+
+    def lose_the_next_reply(
+        self, *, executed: bool = True, meanwhile: Callable[[], Awaitable[object]] | None = None
+    ) -> None:
+        """The next claim is (or is not) executed, but its reply never comes, and the connection is gone."""
+        backend, enter = self.backend, self.backend.enter
+
+        async def lose_it(entries: Any) -> Any:
+            backend.enter = enter
+            if executed:
+                await enter(entries)
+            backend.forfeit()
+            if meanwhile is not None:
+                await meanwhile()
+            raise StoreError("The reply was lost.", hint="none")
+
+        backend.enter = lose_it
 
     async def lead(self, scheduler: Any, **options: float) -> SchedulerDuties:
         """Open the duties and take them up; returns once the scheduler has caught up and runs."""
@@ -75,7 +101,7 @@ class Leading:
     async def runs(self, job: str, *outcomes: str) -> Sequence[RunView]:
         """The job's rows, the oldest first."""
         await self.ledger.flush(30)
-        rows = await self.backend.runs(job, 500)
+        rows: list[RunView] = await self.backend.runs(job, 500)
         return [row for row in reversed(rows) if not outcomes or row.outcome in outcomes]
 
     async def die(self) -> None:
@@ -96,17 +122,9 @@ class Leading:
 
 
 @asynccontextmanager
-async def leading(database: str, **options: Any) -> AsyncIterator[Leading]:
-    worker = Leading(database, **options)
+async def leading(url: str, **options: Any) -> AsyncIterator[Leading]:
+    worker = Leading(url, **options)
     try:
         yield worker
     finally:
         await worker.close()
-
-
-def at(text: str) -> datetime:
-    return datetime.fromisoformat(text)
-
-
-def unique(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex[:6]}"

@@ -1,4 +1,4 @@
-"""The ledger on a real PostgreSQL: who may claim which tick, and what becomes of a claim when things go wrong."""
+"""The ledger on every store: who may claim which tick, and what becomes of a claim when things go wrong."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -6,27 +6,26 @@ from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import asyncpg
 import pytest
 
-from fastapi_singleton.backends.postgres.schema import MIGRATIONS
-from fastapi_singleton.errors import ConfigurationError, LostLeadershipError, StoreError
-from fastapi_singleton.records import Ending, Entry, JobChange, JobNote, Run, Term, Verdict, run_id
+from fastapi_singleton.errors import StoreError
+from fastapi_singleton.records import Ending, Entry, JobChange, JobNote, Term, Verdict, run_id
 
 from ..conftest import eventually
 from ..leading import Leading, leading
+from ..stores import RealStore
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 Workers = Callable[..., Any]
 
 
 @pytest.fixture
-async def workers(database: str) -> AsyncIterator[Workers]:
+async def workers(store: RealStore) -> AsyncIterator[Workers]:
     """Makes workers, each with a session of its own."""
     async with AsyncExitStack() as stack:
 
         async def make(*, elected: bool = False, **options: Any) -> Leading:
-            worker = await stack.enter_async_context(leading(database, **options))
+            worker = await stack.enter_async_context(leading(store.url, **options))
             if elected:
                 await worker.elect()
             return worker
@@ -50,11 +49,8 @@ def claim(worker: Leading, tick: datetime = NOW, **fields: Any) -> Entry:
 
 
 async def judged(worker: Leading, *entries: Entry) -> list[Verdict]:
-    return await worker.backend.enter(entries)
-
-
-def as_run(entry: Entry) -> Run:
-    return Run(entry.id, entry.job, entry.tick, entry.attempt, entry.token, entry.nonce)
+    verdicts: list[Verdict] = await worker.backend.enter(entries)
+    return verdicts
 
 
 async def test_a_tick_and_attempt_is_claimed_once(leader: Leading) -> None:
@@ -105,8 +101,7 @@ async def test_a_worker_that_lost_its_term_can_claim_nothing(workers: Workers) -
     old, new = await workers(elected=True), await workers()
     claimed, unclaimed = claim(old), claim(old, NOW + timedelta(seconds=1))
     assert await judged(old, claimed) == [Verdict.YOURS]
-    old.backend.forfeit()
-    await new.elect()
+    await new.take_from(old)()
     # On its new session it is anybody; what it had claimed before is still its own.
     assert await judged(old, claimed, unclaimed, claim(old)) == [Verdict.YOURS, Verdict.LOST, Verdict.LOST]
     assert await judged(new, claim(new), claim(new, unclaimed.tick)) == [Verdict.TAKEN, Verdict.YOURS]
@@ -127,69 +122,30 @@ async def test_of_two_sessions_that_claim_the_same_tick_at_once_one_wins(workers
         assert sorted(v.value for [v] in answers) == ["taken", "yours"]
 
 
-async def test_claims_that_wait_together_share_a_round_trip(leader: Leading) -> None:
-    session: Any = leader.backend._session
-    sent: list[str] = []
-    fetch = session.fetch
-
-    async def counted(statement: str, *arguments: object) -> Any:
-        sent.append(statement)
-        return await fetch(statement, *arguments)
-
-    session.fetch = counted
-    entries = [claim(leader, NOW - timedelta(seconds=n)) for n in range(200)]
-    verdicts = await asyncio.gather(*(leader.ledger.enter(entry) for entry in [*entries, claim(leader)]))
-    assert verdicts == [Verdict.YOURS] * 200 + [Verdict.TAKEN]
-    for entry in entries:
-        leader.ledger.end(Ending(entry, "succeeded", 0.0))
-    assert await leader.ledger.flush(30) == 0
-    assert sent.count("enter") <= 3
-    assert sent.count("finish") <= 2
-    assert {row.outcome for row in await leader.runs("job")} == {"succeeded"}
-
-
 @pytest.mark.parametrize("executed", [True, False])
 async def test_a_lost_reply_is_resolved_by_sending_the_claim_again(leader: Leading, executed: bool) -> None:
-    session: Any = leader.backend._session
-    fetch = session.fetch
-
-    async def lose_the_reply(statement: str, *arguments: object) -> Any:
-        if executed:
-            await fetch(statement, *arguments)
-        session.terminate()
-        raise StoreError("The reply was lost.", hint="none")
-
-    session.fetch = lose_the_reply
+    leader.lose_the_next_reply(executed=executed)
     entry = claim(leader)
     assert await leader.ledger.enter(entry) is Verdict.YOURS
     assert [row.outcome for row in await leader.runs("job")] == ["running"]
 
 
-async def test_a_claim_that_came_through_unheard_is_known_as_ones_own_also_under_a_newer_term(workers: Workers) -> None:
+async def test_a_claim_that_came_through_unheard_is_known_as_ones_own_also_under_a_newer_term(
+    workers: Workers, store: RealStore
+) -> None:
     old, new = await workers(elected=True), await workers()
-    session: Any = old.backend._session
-    fetch = session.fetch
-
-    async def lose_the_reply_and_the_term(statement: str, *arguments: object) -> Any:
-        await fetch(statement, *arguments)
-        session.terminate()
-        await new.elect()
-        raise StoreError("The reply was lost.", hint="none")
-
-    session.fetch = lose_the_reply_and_the_term
+    old.lose_the_next_reply(meanwhile=new.take_from(old))
     assert await old.ledger.enter(claim(old)) is Verdict.YOURS
     assert await judged(new, claim(new)) == [Verdict.TAKEN]
 
 
-async def test_a_refusal_in_doubt_is_asked_for_twice(workers: Workers) -> None:
+async def test_a_refusal_in_doubt_is_asked_for_twice(workers: Workers, store: RealStore) -> None:
     """The first question may have been put before the newer term's beginning, and not see a claim that came in between."""
     old, new = await workers(elected=True), await workers()
     entry = claim(old)
-    old.backend.forfeit()
-    await new.elect()
+    await new.take_from(old)()
     asked: list[int] = []
-    backend: Any = old.backend
-    enter = backend.enter
+    enter = old.backend.enter
 
     async def blind_at_first(entries: Any) -> Any:
         asked.append(len(entries))
@@ -197,34 +153,25 @@ async def test_a_refusal_in_doubt_is_asked_for_twice(workers: Workers) -> None:
             raise StoreError("The reply was lost.", hint="none")
         if len(asked) == 2:
             # What a statement sees whose snapshot is older than the claim's commit.
-            await _insert(new, entry, old.worker.worker)
+            await store.put(entry, old.worker.worker)
             return [Verdict.LOST]
         return await enter(entries)
 
-    backend.enter = blind_at_first
+    old.backend.enter = blind_at_first
     assert await old.ledger.enter(entry) is Verdict.YOURS
     assert len(asked) == 3
-
-
-async def _insert(worker: Leading, entry: Entry, owner: str) -> None:
-    session: Any = worker.backend._session
-    await session._connection.execute(
-        "INSERT INTO fastapi_singleton.run (name, job, tick, attempt, id, nonce, outcome, cause, worker, started_at)"
-        " VALUES ('unit', $1, $2, $3, 'x', $4, 'running', 'schedule', $5, now())",
-        entry.job, entry.tick, entry.attempt, entry.nonce, owner,
-    )  # fmt: skip
 
 
 async def test_a_claim_that_nobody_waits_for_any_more_is_written_down_as_abandoned(leader: Leading) -> None:
     enter = leader.backend.enter
     release = asyncio.Event()
 
-    async def slow(entries: Any) -> list[Verdict]:
+    async def slow(entries: Any) -> Any:
         verdicts = await enter(entries)
         await release.wait()
         return verdicts
 
-    leader.backend.enter = slow  # type: ignore[method-assign]
+    leader.backend.enter = slow
     waiting = asyncio.create_task(leader.ledger.enter(claim(leader)))
     await eventually(lambda: leader.backend.runs("job", 1), "the claim")
     waiting.cancel()
@@ -233,7 +180,7 @@ async def test_a_claim_that_nobody_waits_for_any_more_is_written_down_as_abandon
     assert [row.outcome for row in await leader.runs("job")] == ["abandoned"]
 
 
-async def test_endings_wait_for_the_store_and_odd_text_does_not_hold_them_up(leader: Leading, admin: Any) -> None:
+async def test_endings_wait_for_the_store_and_odd_text_does_not_hold_them_up(leader: Leading) -> None:
     entry, other = claim(leader), claim(leader, NOW - timedelta(seconds=1))
     await judged(leader, entry, other)
     leader.backend.forfeit()
@@ -248,7 +195,7 @@ async def test_endings_wait_for_the_store_and_odd_text_does_not_hold_them_up(lea
 # -- giving up, and its truth --------------------------------------------------------------------------------------------
 
 
-async def test_runs_of_workers_that_are_gone_are_given_up_and_no_others(workers: Workers, admin: Any) -> None:
+async def test_runs_of_workers_that_are_gone_are_given_up_and_no_others(workers: Workers, store: RealStore) -> None:
     gone, alive = await workers(elected=True), await workers()
     await alive.backend.acquire()
     entries = [claim(gone, NOW - timedelta(seconds=n)) for n in range(2)]
@@ -257,26 +204,23 @@ async def test_runs_of_workers_that_are_gone_are_given_up_and_no_others(workers:
     await gone.die()
     leader = await workers(elected=True)
     assert await leader.backend.sweep(leader.trusted) == 0
-    await admin.execute(
-        "UPDATE fastapi_singleton.worker SET last_seen_at = now() - interval '1 hour' WHERE worker = $1",
-        gone.worker.worker,
-    )
+    await store.unsee("unit", gone.worker.worker)
     assert await leader.backend.sweep(leader.trusted) == 1
     outcomes = {row.scheduled_for: row.outcome for row in await leader.backend.runs("job", 10)}
     assert outcomes == {entries[0].tick: "abandoned", entries[1].tick: "running"}
 
 
-async def test_a_run_given_up_too_early_is_set_right_by_its_ending(workers: Workers, admin: Any) -> None:
+async def test_a_run_given_up_too_early_is_set_right_by_its_ending(workers: Workers, store: RealStore) -> None:
     frozen = await workers(elected=True)
     entry = claim(frozen)
     await judged(frozen, entry)
-    await admin.execute("UPDATE fastapi_singleton.run SET outcome = 'abandoned', finished_at = now()")
+    await store.give_up("unit")
     assert await judged(frozen, entry) == [Verdict.TAKEN]  # asked again before it begins, it must not begin
     frozen.ledger.end(Ending(entry, "succeeded", 3.0))
     assert [row.outcome for row in await frozen.runs("job")] == ["succeeded"]
 
 
-async def test_what_was_cut_short_is_listed_until_a_later_attempt_has_a_row(leader: Leading, admin: Any) -> None:
+async def test_what_was_cut_short_is_listed_until_a_later_attempt_has_a_row(leader: Leading) -> None:
     assert leader.trusted is not None
     entry = claim(leader)
     await judged(leader, entry)
@@ -287,58 +231,6 @@ async def test_what_was_cut_short_is_listed_until_a_later_attempt_has_a_row(lead
     assert await leader.backend.cut(leader.trusted, ["job"], 1, 60) == []
     await judged(leader, claim(leader, attempt=2))
     assert await leader.backend.cut(leader.trusted, ["job"], 5, 60) == []
-
-
-# -- the fence -----------------------------------------------------------------------------------------------------------
-
-
-async def test_the_fence_lets_a_live_run_write_and_keeps_it_from_being_given_up(
-    leader: Leading, admin: Any, database: str
-) -> None:
-    entry = claim(leader)
-    await judged(leader, entry)
-    store = leader.backend._store
-    async with admin.transaction():
-        await store.fence(admin, "unit", as_run(entry))
-        other = await asyncpg.connect(database)
-        swept = await other.fetch("SELECT 1 FROM fastapi_singleton.run FOR UPDATE SKIP LOCKED")
-        assert swept == []
-        # Its own ending does not wait for it either, nor does any other run's.
-        assert await leader.backend.finish([Ending(entry, "succeeded", 0.0)]) == {entry.nonce}
-        await other.close()
-    assert await leader.backend.finish([Ending(entry, "succeeded", 0.0)]) == set()
-    async with admin.transaction():
-        with pytest.raises(LostLeadershipError, match="succeeded"):
-            await store.fence(admin, "unit", as_run(entry))
-
-
-async def test_the_fence_of_a_frozen_worker_does_not_hold_up_the_next_election(workers: Workers, admin: Any) -> None:
-    frozen, next_one = await workers(elected=True), await workers()
-    entry = claim(frozen)
-    await judged(frozen, entry)
-    async with admin.transaction():
-        await frozen.backend._store.fence(admin, "unit", as_run(entry))
-        await frozen.die()
-        term = await next_one.elect()
-        assert term.token > (entry.token or 0)
-        assert await next_one.backend.renew(term)
-
-
-async def test_the_fence_says_when_it_cannot_protect(leader: Leading, admin: Any, server_url: str) -> None:
-    entry = claim(leader)
-    await judged(leader, entry)
-    store = leader.backend._store
-    with pytest.raises(ConfigurationError, match="outside a transaction"):
-        await store.fence(admin, "unit", as_run(entry))
-    with pytest.raises(ConfigurationError, match="asyncpg connection"):
-        await store.fence(object(), "unit", as_run(entry))
-    elsewhere = await asyncpg.connect(server_url)
-    try:
-        async with elsewhere.transaction():
-            with pytest.raises(ConfigurationError, match="no trace"):
-                await store.fence(elsewhere, "unit", as_run(entry))
-    finally:
-        await elsewhere.close()
 
 
 # -- old rows, and what the fleet remembers of a job ---------------------------------------------------------------------
@@ -385,8 +277,7 @@ async def test_a_job_is_remembered_from_its_first_meeting_until_its_schedule_cha
 async def test_only_the_leader_may_change_what_is_remembered(workers: Workers) -> None:
     old, new = await workers(elected=True), await workers()
     term: Term = old.trusted
-    old.backend.forfeit()
-    await new.elect()
+    await new.take_from(old)()
     for attempt in (
         old.backend.meet(term, [JobNote("job", "x", None, False)]), old.backend.note(term, [JobChange("job", paused=True)]),
         old.backend.sweep(term), old.backend.prune(term, 0), old.backend.ticks(term, {"job": NOW}),
@@ -403,16 +294,3 @@ async def test_runs_are_paged_from_the_newest_on(leader: Leading) -> None:
     third = await leader.backend.runs("job", 10, second[-1].scheduled_for)
     assert [row.scheduled_for for row in (*first, *second, *third)] == ticks
     assert await leader.backend.runs("nobody's", 10) == []
-
-
-async def test_tables_of_the_first_version_are_brought_up_to_date(workers: Workers, admin: Any) -> None:
-    await admin.execute(MIGRATIONS[0])
-    await admin.execute("INSERT INTO fastapi_singleton.schema_version (version) VALUES (1)")
-    await admin.execute(
-        "INSERT INTO fastapi_singleton.term (name, token, worker, hostname, pid, acquired_at, renewed_at)"
-        " VALUES ('unit', 9223372036854775000, 'w', 'h', 1, now(), now())"
-    )
-    leader = await workers(elected=True)
-    assert token(leader) == 9223372036854775001
-    assert await judged(leader, claim(leader)) == [Verdict.YOURS]
-    assert await admin.fetchval("SELECT max(version) FROM fastapi_singleton.schema_version") == len(MIGRATIONS)

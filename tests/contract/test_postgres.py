@@ -122,7 +122,7 @@ async def test_news_between_asking_and_waiting_is_not_lost(worker: Open) -> None
     term = await elected(leader)
     assert await standby.acquire() is None
     await leader.release(term)
-    await eventually(standby._news.is_set, "the notification")
+    await eventually(standby._vacancy._news.is_set, "the notification")
     await asyncio.wait_for(standby.vacancy(100), 30)
 
 

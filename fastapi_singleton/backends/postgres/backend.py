@@ -10,7 +10,6 @@ system's word (pidfd) that a leader on this host has died. A poll every `timing.
 import asyncio
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
@@ -31,9 +30,10 @@ from ...records import (
     Term,
     Verdict,
     Worker,
-    WorkerView,
 )
 from ...timing import Timing, boot_clock
+from ..vacancy import Vacancy
+from ..views import clean, job_document, job_view, run_view, run_views, worker_view
 from . import ledger
 from .address import PostgresStore
 from .ledger import HISTORY_DIGEST
@@ -115,9 +115,6 @@ _STATEMENTS = {
     "contend": CONTEND, "elect": ELECT, "renew": RENEW, "release": RELEASE, "leave": LEAVE, **ledger.STATEMENTS,
 }  # fmt: skip
 
-# After a leader's death on this host the server still needs a moment to notice the closed socket and free the lock.
-_EAGER = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
-
 
 def lock_key(name: str) -> int:
     """The advisory lock's key: 64 bits of blake2b, the same in every process (hash() is not, hashtext() collides)."""
@@ -144,10 +141,7 @@ class PostgresBackend:
         self._fleet = Fleet()
         self._digest: str | None = None
         self._clock = datetime.now(UTC), boot_clock()  # until the store has told
-        self._news = asyncio.Event()
-        self._eager: list[float] = []
-        self._watched: str | None = None
-        self._pidfd: int | None = None
+        self._vacancy = Vacancy(worker)
 
     @property
     def fleet(self) -> Fleet:
@@ -163,8 +157,7 @@ class PostgresBackend:
         await self._open_session()
 
     async def acquire(self) -> Term | None:
-        # Cleared before asking: what is heard from now on may be newer than the answer.
-        self._news.clear()
+        self._vacancy.clear()
         session = await self._open_session()
         [row] = await session.fetch("contend", *self._presence(), self._key)
         if not row["won"]:
@@ -174,7 +167,7 @@ class PostgresBackend:
         [elected] = await session.fetch("elect", self._name, me.worker, me.hostname, me.pid, self._channel, self._lease)
         self._owned = Term(self._name, elected["token"], me.worker)
         self._clock = row["now"], boot_clock()
-        self._watch(None)
+        self._vacancy.watch(None)
         return self._owned
 
     async def renew(self, term: Term, jobs: Sequence[JobView] | None = None) -> bool:
@@ -182,8 +175,8 @@ class PostgresBackend:
         # The term lives and dies with the session that won it; on a newer session it cannot be kept.
         if session is None or not session.alive or term != self._owned:
             return False
-        self._news.clear()
-        published = None if jobs is None else json.dumps([_job_document(job) for job in jobs])
+        self._vacancy.clear()
+        published = None if jobs is None else json.dumps([job_document(job) for job in jobs])
         rows = await session.fetch("renew", *self._presence(), term.token, published)
         if not rows:
             self._drop_session()
@@ -199,13 +192,7 @@ class PostgresBackend:
             await self._session.fetch("release", self._name, term.token, self._key, self._channel)
 
     async def vacancy(self, timeout: float) -> None:
-        if self._eager:
-            timeout = min(timeout, self._eager.pop(0))
-        try:
-            async with asyncio.timeout(timeout):
-                await self._news.wait()
-        except TimeoutError:
-            pass
+        await self._vacancy.wait(timeout)
 
     def forfeit(self) -> None:
         # The server frees the lock when the session ends; asking it to unlock could take as long as the network does.
@@ -213,7 +200,7 @@ class PostgresBackend:
 
     async def close(self) -> None:
         self._closed = True
-        self._watch(None)
+        self._vacancy.watch(None)
         session, self._session, self._owned = self._session, None, None
         if session is None or not session.alive:
             return
@@ -264,8 +251,8 @@ class PostgresBackend:
 
     async def runs(self, job: str, limit: int, before: datetime | None = None) -> list[RunView]:
         session = await self._open_session()
-        rows = await session.fetch("runs", self._name, ledger.clean(job), before, limit)
-        return [ledger.run_view(json.loads(row["run"])) for row in rows]
+        rows = await session.fetch("runs", self._name, clean(job), before, limit)
+        return [run_view(json.loads(row["run"])) for row in rows]
 
     # -- the session -------------------------------------------------------------------------------------------------
 
@@ -294,7 +281,7 @@ class PostgresBackend:
                 attempt=self._attempts - 1,
                 channel=self._channel,
                 on_message=self._hear,
-                on_cut=self._news.set,
+                on_cut=self._vacancy.hear,
             )
             self._attempts = 0
             return self._session
@@ -306,7 +293,7 @@ class PostgresBackend:
 
     def _hear(self, pid: int) -> None:
         if self._session is not None and pid != self._session.backend_pid:
-            self._news.set()
+            self._vacancy.hear()
 
     def _presence(self) -> tuple[object, ...]:
         me = self._worker
@@ -315,76 +302,17 @@ class PostgresBackend:
     async def _see(self, session: Session, row: Any) -> None:
         self._clock = row["now"], boot_clock()
         leader = _leader_view(row) if row["current"] else None
-        workers = tuple(_worker_view(w, leader) for w in json.loads(row["workers"]))
+        workers = tuple(worker_view(w, leader) for w in json.loads(row["workers"]))
         jobs, runs = self._fleet.jobs, self._fleet.runs
         if row["digest"] is not None and row["digest"] != self._digest:
             [history] = await session.fetch("history", self._name)
-            last = {run.job: run for run in ledger.run_views(json.loads(history["last"] or "[]"))}
-            jobs = tuple(_job_view(job, last) for job in json.loads(history["jobs"]))
-            runs = ledger.run_views(json.loads(history["runs"] or "[]"))
+            last = {run.job: run for run in run_views(json.loads(history["last"] or "[]"))}
+            jobs = tuple(job_view(job, last) for job in json.loads(history["jobs"]))
+            runs = run_views(json.loads(history["runs"] or "[]"))
             self._digest = row["digest"]
         self._fleet = Fleet(leader, workers, jobs, runs)
-        self._watch(leader)
-
-    def _watch(self, leader: LeaderView | None) -> None:
-        """Ask the operating system to tell when a leader on this host dies; a hint to try at once, nothing more."""
-        here = self._worker
-        wanted = leader is not None and leader.hostname == here.hostname and leader.pid != here.pid
-        label = leader.worker if leader is not None and wanted else None
-        if label == self._watched:
-            return
-        if self._pidfd is not None:
-            asyncio.get_running_loop().remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = None
-        self._watched = label
-        self._eager.clear()
-        if leader is None or label is None or not hasattr(os, "pidfd_open"):
-            return
-        try:
-            self._pidfd = os.pidfd_open(leader.pid)
-        except ProcessLookupError:
-            self._eager = list(_EAGER)
-        except OSError:
-            pass
-        else:
-            asyncio.get_running_loop().add_reader(self._pidfd, self._leader_died)
-
-    def _leader_died(self) -> None:
-        if self._pidfd is not None:  # readable for ever from now on: once heard is enough
-            asyncio.get_running_loop().remove_reader(self._pidfd)
-        self._eager = list(_EAGER)
-        self._news.set()
+        self._vacancy.watch(leader)
 
 
 def _leader_view(row: Any) -> LeaderView:
     return LeaderView(*(row[field.name] for field in fields(LeaderView)))
-
-
-def _worker_view(row: dict[str, Any], leader: LeaderView | None) -> WorkerView:
-    return WorkerView(
-        row["worker"],
-        row["hostname"],
-        row["pid"],
-        "leader" if leader is not None and leader.worker == row["worker"] else "standby",
-        ledger.parse_time(row["started_at"]),
-        ledger.parse_time(row["last_seen_at"]),
-        row["version"],
-    )
-
-
-def _job_view(document: dict[str, Any], last: Mapping[str, RunView]) -> JobView:
-    due = document["next_run_at"]
-    next_run_at = ledger.parse_time(due) if due else None
-    key = document["id"]
-    return JobView(key, document["trigger"], next_run_at, document["paused"], last.get(key))
-
-
-def _job_document(job: JobView) -> dict[str, Any]:
-    next_run_at = job.next_run_at.isoformat() if job.next_run_at else None
-    return {
-        "id": ledger.clean(job.id),
-        "trigger": ledger.clean(job.trigger),
-        "next_run_at": next_run_at,
-        "paused": job.paused,
-    }

@@ -5,12 +5,13 @@ whose reply was lost is sent again on a new session, where the token (with the t
 can pass it) is all that decides.
 """
 
-from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 from ...errors import ConfigurationError, LostLeadershipError
-from ...records import Ending, Entry, Run, RunView
+from ...records import Ending, Entry, Run
+from ..views import NEWEST, clean
 
 # Accepts an entry iff its token is the newest, its tick lies above the floor and not beyond the store's time + lease, and
 # there is no row for the tick and attempt, or one with the same nonce that is still running (then it is the same claim,
@@ -146,7 +147,6 @@ _RUN = """json_build_object('id', r.id, 'job', r.job, 'scheduled_for', r.tick, '
     'finished_at', r.finished_at, 'outcome', r.outcome, 'error', r.error, 'attempt', r.attempt, 'token', r.token,
     'worker', r.worker, 'cause', r.cause)"""
 
-NEWEST = 50
 _NEWEST = f"""SELECT * FROM fastapi_singleton.run WHERE name = $1 ORDER BY tick DESC, job LIMIT {NEWEST}"""
 
 # Changes when the newest runs do.
@@ -210,30 +210,6 @@ def ending_arguments(name: str, endings: Sequence[Ending]) -> tuple[object, ...]
         [clean(e.error) for e in endings],
         [e.seconds for e in endings],
     )
-
-
-def clean(text: str | None) -> str | None:
-    """What a text column takes: no NUL, no lone surrogates. One odd message must not hold up the whole ledger."""
-    return None if text is None else text.replace("\0", "").encode("utf-8", "replace").decode()
-
-
-def run_views(documents: Iterable[dict[str, Any]] | None) -> tuple[RunView, ...]:
-    return tuple(run_view(document) for document in documents or ())
-
-
-def run_view(document: dict[str, Any]) -> RunView:
-    scheduled_for, started_at, finished_at = (
-        parse_time(document[field]) if document[field] else None
-        for field in ("scheduled_for", "started_at", "finished_at")
-    )
-    assert scheduled_for is not None
-    lasted = (finished_at - started_at).total_seconds() if started_at and finished_at else None
-    times = {"scheduled_for": scheduled_for, "started_at": started_at, "finished_at": finished_at}
-    return RunView(**{**document, **times}, duration_seconds=lasted)
-
-
-def parse_time(text: str) -> datetime:
-    return datetime.fromisoformat(text).astimezone(UTC)
 
 
 async def fence(connection: Any, name: str, run: Run) -> None:

@@ -23,6 +23,7 @@ from fastapi_singleton.records import RunView, run_id
 
 from ..conftest import eventually
 from ..leading import Leading, leading
+from ..stores import RealStore
 
 Workers = Callable[..., Any]
 seen: list[Run] = []
@@ -34,11 +35,11 @@ def _nothing_seen_yet() -> None:
 
 
 @pytest.fixture
-async def workers(database: str) -> AsyncIterator[Workers]:
+async def workers(store: RealStore) -> AsyncIterator[Workers]:
     async with AsyncExitStack() as stack:
 
         async def make(**options: Any) -> Leading:
-            worker: Leading = await stack.enter_async_context(leading(database, **options))
+            worker: Leading = await stack.enter_async_context(leading(store.url, **options))
             return worker
 
         yield make
@@ -251,9 +252,9 @@ async def test_a_coroutine_cut_short_by_the_end_is_abandoned_and_a_thread_stays_
 # -- from leader to leader -----------------------------------------------------------------------------------------------
 
 
-async def pretend_known_since(admin: Any, ago: timedelta, job: str = "job") -> None:
+async def pretend_known_since(store: RealStore, ago: timedelta) -> None:
     """As if the fleet had met the job that long ago, and nobody had led since."""
-    await admin.execute("UPDATE fastapi_singleton.job SET since = now() - $1::interval WHERE key = $2", ago, job)
+    await store.set_job("unit", "job", since=datetime.now(UTC) - ago)
 
 
 def every_second(func: Any = look, **options: Any) -> Any:
@@ -262,12 +263,12 @@ def every_second(func: Any = look, **options: Any) -> Any:
 
 @pytest.mark.parametrize("coalesce", [True, False])
 async def test_the_next_leader_runs_what_has_no_row_and_says_what_it_leaves_out(
-    workers: Workers, admin: Any, coalesce: bool
+    workers: Workers, store: RealStore, coalesce: bool
 ) -> None:
     first, second = await workers(), await workers()
     await first.lead(scheduler_with(look, "cron", minute="*", coalesce=coalesce))
     await first.die()
-    await pretend_known_since(admin, timedelta(minutes=20, seconds=10))
+    await pretend_known_since(store, timedelta(minutes=20, seconds=10))
     await second.lead(scheduler_with(look, "cron", minute="*", coalesce=coalesce), catch_up=300)
     await eventually(lambda: len(seen) >= (1 if coalesce else 5), "what is caught up on")
     rows = [row for row in await second.runs("job") if row.cause == "catch_up"]
@@ -297,7 +298,7 @@ async def test_a_resumed_scheduler_does_not_replay_what_another_leader_ran(worke
     assert gaps == {1.0}
 
 
-async def test_an_interval_goes_on_in_phase_under_the_next_leader(workers: Workers, admin: Any) -> None:
+async def test_an_interval_goes_on_in_phase_under_the_next_leader(workers: Workers, store: RealStore) -> None:
     first, second = await workers(), await workers()
     await first.lead(scheduler_with(look, minutes=10))
     before = first._opened[0].jobs()[0].next_run_at
@@ -306,8 +307,9 @@ async def test_an_interval_goes_on_in_phase_under_the_next_leader(workers: Worke
     assert duties.jobs()[0].next_run_at == before
     # A fleet redeployed more often than the interval still comes to run it.
     await second.die()
-    await admin.execute("UPDATE fastapi_singleton.job SET anchor = anchor - interval '11 minutes'")
-    await pretend_known_since(admin, timedelta(minutes=12))
+    assert before is not None
+    await store.set_job("unit", "job", anchor=before - timedelta(minutes=11))
+    await pretend_known_since(store, timedelta(minutes=12))
     third = await workers()
     duties = await third.lead(scheduler_with(look, minutes=10))
     [row] = await outcome(third, "succeeded")
@@ -317,11 +319,11 @@ async def test_an_interval_goes_on_in_phase_under_the_next_leader(workers: Worke
     assert duties.jobs()[0].next_run_at == before - timedelta(minutes=1)
 
 
-async def test_a_changed_schedule_owes_nothing_for_the_past(workers: Workers, admin: Any) -> None:
+async def test_a_changed_schedule_owes_nothing_for_the_past(workers: Workers, store: RealStore) -> None:
     first, second = await workers(), await workers()
     await first.lead(scheduler_with(look, "cron", minute="*"))
     await first.die()
-    await pretend_known_since(admin, timedelta(minutes=30))
+    await pretend_known_since(store, timedelta(minutes=30))
     await second.lead(scheduler_with(look, "cron", minute="*/2"))
     assert [row for row in await second.runs("job") if row.cause == "catch_up"] == []
 
@@ -348,7 +350,9 @@ async def test_run_now_idioms_run_once_in_the_fleet(workers: Workers, idiom: str
     assert len(seen) == 1
 
 
-async def test_a_paused_job_stays_paused_and_owes_nothing_when_it_is_resumed(workers: Workers, admin: Any) -> None:
+async def test_a_paused_job_stays_paused_and_owes_nothing_when_it_is_resumed(
+    workers: Workers, store: RealStore
+) -> None:
     first, second, third = await workers(), await workers(), await workers()
     duties = await first.lead(every_second())
     await outcome(first, "succeeded")
@@ -358,7 +362,7 @@ async def test_a_paused_job_stays_paused_and_owes_nothing_when_it_is_resumed(wor
     duties = await second.lead(every_second())
     assert duties.jobs()[0].paused
     ran = len(seen)
-    await pretend_known_since(admin, timedelta(minutes=5))
+    await pretend_known_since(store, timedelta(minutes=5))
     duties.scheduler.resume_job("job")
     await second.go_on(duties)
     await eventually(lambda: len(seen) > ran, "its runs after the resumption")
@@ -394,7 +398,9 @@ async def test_a_finished_date_is_not_taken_for_removed(workers: Workers) -> Non
     assert [job.next_run_at for job in duties.jobs()] == [later]
 
 
-async def test_a_run_cut_short_by_a_crash_is_repeated_where_the_policy_says_so(workers: Workers, admin: Any) -> None:
+async def test_a_run_cut_short_by_a_crash_is_repeated_where_the_policy_says_so(
+    workers: Workers, store: RealStore
+) -> None:
     first, second = await workers(), await workers()
     started, release = threading.Event(), threading.Event()
 
@@ -411,7 +417,7 @@ async def test_a_run_cut_short_by_a_crash_is_repeated_where_the_policy_says_so(w
     await outcome(first, "running")
     await first.die()
     release.set()
-    await admin.execute("DELETE FROM fastapi_singleton.worker WHERE worker = $1", first.worker.worker)
+    await store.unsee("unit", first.worker.worker)
     rerun = scheduler_with(repeatable, "interval", hours=1)
     rerun.add_job(look, "interval", hours=1, id="skipped")
     await second.lead(rerun)

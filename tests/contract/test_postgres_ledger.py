@@ -1,0 +1,116 @@
+"""What is particular to the ledger on PostgreSQL: shared round trips, the fence, older tables."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from typing import Any
+
+import asyncpg
+import pytest
+
+from fastapi_singleton.backends.postgres.schema import MIGRATIONS
+from fastapi_singleton.errors import ConfigurationError, LostLeadershipError
+from fastapi_singleton.records import Ending, Entry, Run, Verdict
+
+from ..leading import Leading, leading
+from .test_ledger import NOW, claim, judged, token
+
+
+@pytest.fixture
+async def leader(database: str) -> AsyncIterator[Leading]:
+    async with leading(database) as worker:
+        await worker.elect()
+        yield worker
+
+
+def as_run(entry: Entry) -> Run:
+    return Run(entry.id, entry.job, entry.tick, entry.attempt, entry.token, entry.nonce)
+
+
+async def test_claims_that_wait_together_share_a_round_trip(leader: Leading) -> None:
+    session: Any = leader.backend._session
+    sent: list[str] = []
+    fetch = session.fetch
+
+    async def counted(statement: str, *arguments: object) -> Any:
+        sent.append(statement)
+        return await fetch(statement, *arguments)
+
+    session.fetch = counted
+    entries = [claim(leader, NOW - timedelta(seconds=n)) for n in range(200)]
+    verdicts = await asyncio.gather(*(leader.ledger.enter(entry) for entry in [*entries, claim(leader)]))
+    assert verdicts == [Verdict.YOURS] * 200 + [Verdict.TAKEN]
+    for entry in entries:
+        leader.ledger.end(Ending(entry, "succeeded", 0.0))
+    assert await leader.ledger.flush(30) == 0
+    assert sent.count("enter") <= 3
+    assert sent.count("finish") <= 2
+    assert {row.outcome for row in await leader.runs("job")} == {"succeeded"}
+
+
+# -- the fence -----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_fence_lets_a_live_run_write_and_keeps_it_from_being_given_up(
+    leader: Leading, admin: Any, database: str
+) -> None:
+    entry = claim(leader)
+    await judged(leader, entry)
+    store = leader.store
+    async with admin.transaction():
+        await store.fence(admin, "unit", as_run(entry))
+        other = await asyncpg.connect(database)
+        swept = await other.fetch("SELECT 1 FROM fastapi_singleton.run FOR UPDATE SKIP LOCKED")
+        assert swept == []
+        # Its own ending does not wait for it either, nor does any other run's.
+        assert await leader.backend.finish([Ending(entry, "succeeded", 0.0)]) == {entry.nonce}
+        await other.close()
+    assert await leader.backend.finish([Ending(entry, "succeeded", 0.0)]) == set()
+    async with admin.transaction():
+        with pytest.raises(LostLeadershipError, match="succeeded"):
+            await store.fence(admin, "unit", as_run(entry))
+
+
+async def test_the_fence_of_a_frozen_worker_does_not_hold_up_the_next_election(
+    leader: Leading, database: str, admin: Any
+) -> None:
+    frozen = leader
+    entry = claim(frozen)
+    await judged(frozen, entry)
+    async with leading(database) as next_one, admin.transaction():
+        await frozen.store.fence(admin, "unit", as_run(entry))
+        await frozen.die()
+        term = await next_one.elect()
+        assert term.token > (entry.token or 0)
+        assert await next_one.backend.renew(term)
+
+
+async def test_the_fence_says_when_it_cannot_protect(leader: Leading, admin: Any, server_url: str) -> None:
+    entry = claim(leader)
+    await judged(leader, entry)
+    store = leader.store
+    with pytest.raises(ConfigurationError, match="outside a transaction"):
+        await store.fence(admin, "unit", as_run(entry))
+    with pytest.raises(ConfigurationError, match="asyncpg connection"):
+        await store.fence(object(), "unit", as_run(entry))
+    elsewhere = await asyncpg.connect(server_url)
+    try:
+        async with elsewhere.transaction():
+            with pytest.raises(ConfigurationError, match="no trace"):
+                await store.fence(elsewhere, "unit", as_run(entry))
+    finally:
+        await elsewhere.close()
+
+
+async def test_tables_of_the_first_version_are_brought_up_to_date(database: str, admin: Any) -> None:
+    await admin.execute(MIGRATIONS[0])
+    await admin.execute("INSERT INTO fastapi_singleton.schema_version (version) VALUES (1)")
+    await admin.execute(
+        "INSERT INTO fastapi_singleton.term (name, token, worker, hostname, pid, acquired_at, renewed_at)"
+        " VALUES ('unit', 9223372036854775000, 'w', 'h', 1, now(), now())"
+    )
+    async with leading(database) as leader:
+        await leader.elect()
+        assert token(leader) == 9223372036854775001
+        assert await judged(leader, claim(leader)) == [Verdict.YOURS]
+    assert await admin.fetchval("SELECT max(version) FROM fastapi_singleton.schema_version") == len(MIGRATIONS)
