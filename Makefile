@@ -44,6 +44,7 @@ test-containers: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.failover $(ARGS)
 	$(BIN)/python -m benchmarks.ledger $(ARGS)
+	$(BIN)/python -m benchmarks.command $(ARGS)
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos $(ARGS)

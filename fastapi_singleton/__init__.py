@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigurationError",
+    "LockHeldError",
     "LostLeadershipError",
     "NoRunError",
     "Run",
@@ -21,13 +22,14 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .errors import ConfigurationError, LostLeadershipError, NoRunError, SingletonError
+    from .errors import ConfigurationError, LockHeldError, LostLeadershipError, NoRunError, SingletonError
     from .jobs import current_run, job_policy
     from .records import Run, Status
     from .singleton import Singleton
 
 _HOME = {
     "ConfigurationError": "errors",
+    "LockHeldError": "errors",
     "LostLeadershipError": "errors",
     "NoRunError": "errors",
     "Run": "records",

@@ -1,29 +1,199 @@
-"""The command line. Exit codes: 0 done, 2 wrong usage."""
+"""The command line: `fastapi-singleton`, or `python -m fastapi_singleton`. It never imports FastAPI.
+
+Exit codes: 0 done (also: not run because somebody else did); 1 a problem was found; 2 wrong usage; 3 the store cannot be
+used; `run` passes on the command's own, 127 if it cannot be started, 128 + n if signal n ended it.
+"""
 
 import argparse
-from collections.abc import Sequence
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from datetime import datetime
+from typing import Any
 
 from . import __version__
+from .backends import Backend, Store, find_store
+from .errors import SingletonError
+from .records import RunView, Worker
+from .timing import Timing
+
+URL_VARIABLE = "FASTAPI_SINGLETON_URL"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if argv is None else argv)
+    # What follows the first -- is the command of `run`, options of its own and all.
+    at = given.index("--") if "--" in given else len(given)
+    arguments = _parser().parse_args(given[:at])
+    arguments.cmd = given[at + 1 :]
+    try:
+        return int(arguments.act(arguments))
+    except SingletonError as error:
+        print(f"fastapi-singleton: {error}", file=sys.stderr)
+        return 3
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="fastapi-singleton", description="One leader among the workers of a FastAPI application."
+        prog="fastapi-singleton",
+        description="One leader among the workers of a FastAPI application, and one run per tick.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    schema = commands.add_parser(
-        "schema",
-        help="print the SQL that creates the tables",
-        description="Print the SQL that an administrator runs where the application's role may not create tables.",
+
+    def command(name: str, act: Callable[[argparse.Namespace], int], help: str, *, data: bool = False) -> Any:
+        made = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        made.set_defaults(act=act)
+        if name != "schema":
+            made.add_argument("--url", help=f"the store (default: ${URL_VARIABLE}, then a SQLite file here)")
+            made.add_argument("--name", default="default", help="the fleet's name (default: %(default)s)")
+        if data:
+            made.add_argument("--json", action="store_true", help="print JSON")
+        return made
+
+    run = command("run", _run, "run a command under a named lock, once among all hosts, and record it")
+    run.usage = "fastapi-singleton run NAME [options] -- CMD [ARG ...]"
+    run.add_argument("job", metavar="NAME", help="what the run is called in the ledger")
+    run.add_argument(
+        "--min-gap", type=_seconds, default=30.0, help="do not run again within so many seconds (default: 30)"
     )
+    run.add_argument("--wait", type=_seconds, default=0.0, help="wait so many seconds for the lock (default: 0)")
+    run.add_argument("--lease", type=float, default=10.0, help="how long the lock outlives a silent host (default: 10)")
+    run.add_argument("--busy-exit-code", type=int, default=0, help="exit code if it is not run (default: 0)")
+    command("status", _status, "show the leader, the workers, the jobs and their last runs", data=True)
+    runs = command("runs", _runs, "show what became of ticks, the newest first", data=True)
+    runs.add_argument("job", nargs="?", metavar="JOB", help="only this job's")
+    runs.add_argument("--limit", type=int, default=50, help="at most so many (default: 50)")
+    command("doctor", _doctor, "look for what would keep the store from serving well", data=True)
+    schema = command("schema", _schema, "print the SQL that creates the tables, for an administrator to run")
     schema.add_argument("--role", default="your_application_role", help="the role the application connects as")
-    arguments = parser.parse_args(argv)
-    return _schema(arguments.role)
+    return parser
 
 
-def _schema(role: str) -> int:
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds <= 86_400 * 365:
+        raise argparse.ArgumentTypeError("must be 0 or more seconds")
+    return seconds
+
+
+def _store(arguments: argparse.Namespace) -> Store:
+    return find_store(arguments.url or os.environ.get(URL_VARIABLE) or None, None)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from .wrapping import Wrapped, run
+
+    if not arguments.cmd:
+        print("fastapi-singleton: no command. Hint: fastapi-singleton run NAME -- CMD ARG …", file=sys.stderr)
+        return 2
+    wrapped = Wrapped(
+        arguments.name, arguments.job, arguments.cmd, arguments.lease, arguments.wait, arguments.min_gap,
+        arguments.busy_exit_code,
+    )  # fmt: skip
+    return asyncio.run(run(_store(arguments), wrapped))
+
+
+def _with_backend(arguments: argparse.Namespace, use: Callable[[Backend], Coroutine[Any, Any, Any]]) -> Any:
+    async def ask() -> Any:
+        backend = _store(arguments).open(arguments.name, Worker.here(), Timing(10.0))
+        try:
+            return await use(backend)
+        finally:
+            await backend.close()
+            backend.forfeit()
+
+    return asyncio.run(ask())
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    async def look(backend: Backend) -> Any:
+        await backend.look()
+        return backend.fleet
+
+    fleet = _with_backend(arguments, look)
+    if arguments.json:
+        print(_json(fleet))
+        return 0
+    leader = fleet.leader
+    print(
+        f"Leader: {leader.worker} since {_time(leader.acquired_at)} (token {leader.token})" if leader else "No leader"
+    )
+    workers = [(w.worker, w.role, _time(w.started_at), w.version) for w in fleet.workers]
+    _print_table(("worker", "role", "since", "version"), workers)
+    jobs = [(j.id, j.trigger, "paused" if j.paused else _time(j.next_run_at), _short(j.last_run)) for j in fleet.jobs]
+    _print_table(("job", "trigger", "next run", "last run"), jobs)
+    _print_runs(fleet.runs[:10])
+    return 0
+
+
+def _runs(arguments: argparse.Namespace) -> int:
+    async def look(backend: Backend) -> Any:
+        if arguments.job is not None:
+            return await backend.runs(arguments.job, arguments.limit)
+        await backend.look()
+        return backend.fleet.runs[: arguments.limit]
+
+    runs = _with_backend(arguments, look)
+    print(_json(runs)) if arguments.json else _print_runs(runs)
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from .doctor import examine
+
+    findings = asyncio.run(examine(_store(arguments), arguments.name))
+    if arguments.json:
+        print(_json(findings))
+    else:
+        for finding in findings:
+            print(f"{finding.level:<8} {finding.text}" + (f" Hint: {finding.hint}" if finding.hint else ""))
+    return 1 if any(finding.level == "problem" for finding in findings) else 0
+
+
+def _schema(arguments: argparse.Namespace) -> int:
     from .backends.postgres.schema import schema_sql
 
-    print(schema_sql(role))
+    print(schema_sql(arguments.role))
     return 0
+
+
+def _json(value: Any) -> str:
+    def plain(each: Any) -> Any:
+        return each.isoformat() if isinstance(each, datetime) else dataclasses.asdict(each)
+
+    return json.dumps(value, default=plain, indent=2)
+
+
+def _time(moment: datetime | None) -> str:
+    return f"{moment:%Y-%m-%d %H:%M:%S}" if moment is not None else "–"
+
+
+def _short(run: RunView | None) -> str:
+    return f"{run.outcome} {_time(run.scheduled_for)}" if run is not None else "–"
+
+
+def _print_runs(runs: Iterable[RunView]) -> None:
+    _print_table(
+        ("job", "scheduled for", "outcome", "cause", "attempt", "seconds", "worker", "error"),
+        [
+            (r.job, _time(r.scheduled_for), r.outcome, r.cause, r.attempt,
+             "–" if r.duration_seconds is None else f"{r.duration_seconds:.2f}", r.worker, r.error or "")
+            for r in runs
+        ],
+    )  # fmt: skip
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    cells = [head, *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    print()
+    for row in cells:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    if not rows:
+        print("(none)")

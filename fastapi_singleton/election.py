@@ -55,6 +55,32 @@ class Duties:
         return ()
 
 
+class SeveralDuties(Duties):
+    """Duties that are taken up in their order and laid down together."""
+
+    def __init__(self, *duties: Duties) -> None:
+        self._duties = duties
+
+    async def take_up(self, term: Term) -> None:
+        for each in self._duties:
+            await each.take_up(term)
+
+    def lay_down(self) -> None:
+        for each in self._duties:
+            each.lay_down()
+
+    def renewed(self) -> None:
+        for each in self._duties:
+            each.renewed()
+
+    def standing_by(self) -> None:
+        for each in self._duties:
+            each.standing_by()
+
+    def jobs(self) -> Sequence[JobView]:
+        return [job for each in self._duties for job in each.jobs()]
+
+
 class Elector:
     """One worker's part in the election. `term` may be read from any thread."""
 
@@ -232,6 +258,8 @@ class Elector:
         tasks = asyncio.ensure_future(waiting), asyncio.ensure_future(self._woken.wait())
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()  # what went wrong in it must not pass for news
         finally:
             for task in tasks:
                 task.cancel()

@@ -2,6 +2,7 @@
 
 SingletonError
 ├── ConfigurationError    what the application passed in cannot work; raised where it was passed
+├── LockHeldError         somebody else holds the lock; `holder` says who
 ├── LostLeadershipError   this run is no longer the one that may write; raised by `fence`
 ├── NoRunError            `current_run()` was asked outside a job; also a LookupError
 └── StoreError            the store could not answer; never leaves the lifespan, shown in the status
@@ -19,6 +20,16 @@ class SingletonError(Exception):
 
 class ConfigurationError(SingletonError):
     """The application asked for something that cannot work. Nothing was started or connected."""
+
+
+class LockHeldError(SingletonError):
+    """Somebody else holds the lock. `holder` is the label of the worker, if it is known."""
+
+    def __init__(self, lock: str, holder: str | None) -> None:
+        super().__init__(
+            f"The lock {lock!r} is held by {holder or 'another worker'}.", hint="try again later, or pass wait=."
+        )
+        self.holder = holder
 
 
 class LostLeadershipError(SingletonError):

@@ -14,12 +14,13 @@ Claims that wait at the same moment share one round trip; so do endings. Interle
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from .backends import Backend
+from .backends import Backend, Store
 from .errors import StoreError
-from .records import Ending, Entry, Verdict
+from .records import Ending, Entry, Verdict, Worker
 from .timing import Timing
 
 logger = logging.getLogger("fastapi_singleton")
@@ -155,3 +156,21 @@ class Ledger:
                 later.append(asked)
         self._asked.extendleft(reversed(later))
         return list(batch.values())
+
+
+@asynccontextmanager
+async def open_ledger(store: Store, name: str, timing: Timing) -> AsyncIterator[tuple[Backend, Ledger]]:
+    """The ledger of a fleet for somebody who is not of it; what was written into it is flushed at the end."""
+    backend = store.open(name, Worker.here(), timing)
+    ledger = Ledger(backend, timing)
+    writing = asyncio.create_task(ledger.run(), name=f"fastapi_singleton:{name}:ledger")
+    try:
+        await backend.look()
+        yield backend, ledger
+        if left := await ledger.flush(4 * timing.request_timeout):
+            logger.warning("The store did not take the endings of %d run(s)", left)
+    finally:
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        await backend.close()
+        backend.forfeit()

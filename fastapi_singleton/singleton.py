@@ -4,17 +4,20 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from .backends import Backend, find_store
-from .election import Duties, Elector
+from .election import Elector, SeveralDuties
 from .errors import ConfigurationError, StoreError
 from .jobs import current_run
 from .ledger import Ledger
+from .locks import Lock, check_wait, hold
+from .once import run_once
 from .records import BackendView, Fleet, RunView, Status, Term, Worker
 from .scheduling import SchedulerDuties
+from .tasks import TaskDuties, TaskFunction
 from .timing import Timing, boot_clock
 
 if TYPE_CHECKING:
@@ -72,8 +75,10 @@ class Singleton:
         self._enabled = enabled
         if connect is None:
             url = url or os.environ.get(URL_VARIABLE) or None
+        self._by_default = url is None and connect is None
         self._store = find_store(url, connect)
         self._duties = SchedulerDuties(scheduler, catch_up, keep_runs) if scheduler is not None else None
+        self._tasks = TaskDuties()
         self._said_disjoint = False
         self._worker: Worker | None = None
         self._backend: Backend | None = None
@@ -101,6 +106,13 @@ class Singleton:
                 "This singleton's lifespan is already open in this process.",
                 hint="enter it once: pass it to FastAPI(lifespan=...) or use it inside your own lifespan, not both.",
             )
+        if self._by_default:
+            logger.warning(
+                "No store is named, so %s is used, which serves the workers of one host. For several hosts pass a "
+                "postgresql:// or redis:// URL, or set %s",
+                self._store.detail,
+                URL_VARIABLE,
+            )
         # Made here, not at import: preloaded workers share what was made before they were forked.
         worker = Worker.here(self._duties.version if self._duties is not None else "")
         if not self._enabled:
@@ -112,7 +124,8 @@ class Singleton:
                 self._worker = None
             return
         backend = self._store.open(self._name, worker, self._timing)
-        elector = Elector(backend, self._timing, self._duties or Duties())
+        duties = [self._duties] if self._duties is not None else []
+        elector = Elector(backend, self._timing, SeveralDuties(*duties, self._tasks))
         ledger = Ledger(backend, self._timing)
         if self._duties is not None:
             self._duties.open(self._name, self._timing.lease, lambda: elector.term, backend, ledger)
@@ -134,6 +147,7 @@ class Singleton:
         """Stop contending → pause → wait for running jobs, still renewing → write down how they ended → release and
         notify. Bounded throughout."""
         elector.stop_contending()
+        self._tasks.lay_down()
         if self._duties is not None:
             self._duties.lay_down()
             left = await self._duties.drain(self._drain)
@@ -142,6 +156,7 @@ class Singleton:
             await self._duties.close()
             if unwritten := await ledger.flush(min(2 * self._timing.request_timeout, _LAST_REQUEST)):
                 logger.warning("The store did not take the endings of %d run(s)", unwritten)
+        await self._tasks.close(self._drain)
         elector.retire()
         # Each step of the loop is bounded by the request timeout; this only guards against the unforeseen.
         await asyncio.wait([election], timeout=min(4 * self._timing.request_timeout + 1, _LAST_REQUEST))
@@ -220,6 +235,27 @@ class Singleton:
         if self._backend is None:
             raise StoreError("The lifespan is not open.", hint="ask while the application runs.")
         return await self._backend.runs(job, limit, before)
+
+    def task(self, func: TaskFunction) -> TaskFunction:
+        """`@singleton.task` on a coroutine function: it runs in the worker that leads and nowhere else, is cancelled when
+        the leadership ends, and is started again, with growing pauses, when it fails."""
+        self._tasks.add(func)
+        return func
+
+    def lock(self, name: str, *, wait: float = 0.0) -> AbstractAsyncContextManager[Lock]:
+        """`async with singleton.lock("reports") as lock:` holds a lock in the whole fleet, renewed while the block lasts.
+        Raises `LockHeldError` if somebody else has it for longer than `wait` seconds. Works outside the lifespan too."""
+        if not _is_name(name):
+            raise ConfigurationError(f"name={name!r} cannot name a lock.", hint="use a short text such as 'reports'.")
+        check_wait(wait)
+        return hold(self._store, f"{self._name}:{name}", self._timing, wait)
+
+    async def once(self, key: str, func: Callable[[], Any]) -> bool:
+        """Run the function (or coroutine function) at most once in the fleet for that key, for as long as the ledger is
+        kept. True if this call ran it; a failure is recorded and raised, and nobody tries again."""
+        if not _is_name(key):
+            raise ConfigurationError(f"key={key!r} cannot be a key.", hint="use a short text such as 'import-2026'.")
+        return await run_once(self._store, self._name, key, self._timing, func)
 
     async def fence(self, connection: Any) -> None:
         """Inside a job, in your own asyncpg transaction: raise `LostLeadershipError` unless this run is still the one that

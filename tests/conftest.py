@@ -13,10 +13,13 @@ import pytest
 
 from .stores import RealStore
 from .stores.postgres import RealPostgres
+from .stores.redis import RealRedis
+from .stores.sqlite import RealSqlite
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the wheel's import complains about a missing XDG_RUNTIME_DIR
     from example_app.embedded import EmbeddedPostgres
+    from example_app.embedded_redis import EmbeddedRedis
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +67,18 @@ async def admin(database: str) -> AsyncIterator["asyncpg.Connection[asyncpg.Reco
     connection.terminate()
 
 
-STORES = {"postgresql": lambda request: RealPostgres(request.getfixturevalue("database"))}
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[EmbeddedRedis]:
+    """A Redis shared by all tests that do not stop or break it."""
+    with EmbeddedRedis() as server:
+        yield server
+
+
+STORES: dict[str, Callable[[pytest.FixtureRequest], RealStore]] = {
+    "postgresql": lambda request: RealPostgres(request.getfixturevalue("database")),
+    "redis": lambda request: RealRedis(request.getfixturevalue("redis_server").url),
+    "sqlite": lambda request: RealSqlite(request.getfixturevalue("tmp_path")),
+}
 
 
 @pytest.fixture(params=STORES)

@@ -5,12 +5,12 @@ Rules of the seam:
 - `None` or `False` is a normal loss. An exception (`StoreError`) means the store could not answer; whatever was asked may
   or may not have happened, and the backend has already let go of everything it held, so that nothing is half-owned.
 - Every call is bounded in time, and none is made before the lifespan.
-- `fleet` is refreshed by `acquire` and `renew` alone; reading it asks nobody.
+- `fleet` and `now` are refreshed by `acquire`, `renew` and `look` alone; reading them asks nobody.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from ..errors import ConfigurationError
@@ -31,7 +31,10 @@ from ..records import (
 )
 from ..timing import Timing
 
-SCHEMES = ("postgresql", "postgres", "postgresql+asyncpg")
+POSTGRESQL = ("postgresql", "postgres", "postgresql+asyncpg")
+REDIS = ("redis", "rediss")
+SQLITE = ("sqlite", "sqlite+aiosqlite", "sqlite+pysqlite")
+DEFAULT_URL = "sqlite:///fastapi_singleton.sqlite3"
 
 
 class Backend(Protocol):
@@ -46,6 +49,9 @@ class Backend(Protocol):
 
     async def connect(self) -> None:
         """Be ready to ask: what takes long before the first question is done here, and does not eat into its term."""
+
+    async def look(self) -> None:
+        """Refresh `fleet` for somebody who is not of it: takes nothing, leaves no trace."""
 
     async def acquire(self) -> Term | None:
         """Show that this worker is alive and try to lead: a new term, or None while somebody else leads."""
@@ -62,12 +68,16 @@ class Backend(Protocol):
     async def vacancy(self, timeout: float) -> None:
         """Wait that long, or less when there is reason to ask the store again (leader gone, own session cut)."""
 
+    async def examine(self) -> list[tuple[Literal["ok", "warning", "problem"], str, str]]:
+        """What an operator should know of the store beyond that it answers: level, finding, what to do."""
+
     async def close(self) -> None:
         """Leave the fleet and let go of the connection. Bounded, and never raises because the store is away."""
 
     async def enter(self, entries: Sequence[Entry]) -> list[Verdict]:
-        """Write ticks into the ledger, all in one round trip; one verdict for each, in their order. Sending the same
-        entries again, on whatever session, is how a lost reply is resolved. No two may have the same key."""
+        """Write ticks into the ledger, all in one round trip; one verdict for each, in their order. An entry without a
+        token is judged by its row alone. Sending the same entries again, on whatever session, is how a lost reply is
+        resolved. No two may have the same key."""
 
     async def finish(self, endings: Sequence[Ending]) -> set[str]:
         """Write down how runs ended. Returns the nonces of those whose row somebody holds just now: try them again."""
@@ -114,26 +124,35 @@ class Store(Protocol):
 
 def find_store(url: str | None, connect: Callable[[], Awaitable[Any]] | None) -> Store:
     """The store a URL (or a function that makes PostgreSQL connections) names; no secret gets into its errors."""
-    if url is None and connect is None:
-        raise ConfigurationError(
-            "No store is named.",
-            hint="pass a URL such as postgresql://localhost/app, or set FASTAPI_SINGLETON_URL.",
-        )
     if url is not None and not isinstance(url, str):
         raise ConfigurationError(
             f"The store's URL must be a string, not {type(url).__name__}.",
             hint="with SQLAlchemy pass engine.url.render_as_string(hide_password=False).",
         )
+    if url is None:
+        url = "postgresql:" if connect is not None else DEFAULT_URL
     try:
-        scheme = urlsplit(url).scheme if url is not None else "postgresql"
+        scheme = urlsplit(url).scheme
     except ValueError:
         scheme = ""
-    if scheme not in SCHEMES:
-        # Only the scheme is repeated: the rest of the URL may hold a password.
+    if connect is not None and scheme not in POSTGRESQL:
         raise ConfigurationError(
-            f"Unknown store URL scheme {scheme!r}.", hint=f"use one of {', '.join(s + '://' for s in SCHEMES)}."
+            "connect= makes connections to PostgreSQL only.",
+            hint="leave it out, or leave out the URL of another store.",
         )
     # Imported here so that a driver is loaded only by those who use it.
-    from .postgres import PostgresStore
+    if scheme in POSTGRESQL:
+        from .postgres import PostgresStore
 
-    return PostgresStore.parse(url, connect)
+        return PostgresStore.parse(None if url == "postgresql:" else url, connect)
+    if scheme in REDIS:
+        from .redis import RedisStore
+
+        return RedisStore.parse(url)
+    if scheme in SQLITE:
+        from .sqlite import SqliteStore
+
+        return SqliteStore.parse(url)
+    # Only the scheme is repeated: the rest of the URL may hold a password.
+    known = ", ".join(f"{each}://" for each in (*POSTGRESQL, *REDIS)) + ", sqlite:///"
+    raise ConfigurationError(f"Unknown store URL scheme {scheme!r}.", hint=f"use one of {known}.")

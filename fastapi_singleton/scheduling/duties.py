@@ -58,6 +58,7 @@ class SchedulerDuties(Duties):
             job.id: state["next_run_time"] for (job, _, _), state in self._definitions if state.get("next_run_time")
         }
         self._gate = Gate(name, scheduler, self._names, self._catch_up, trusted, ledger)
+        self._now = backend.now
         self._guards.clear()
         self._succession = Succession(
             self._gate, self._executor, scheduler, backend, ledger, lease, self._keep_runs, explicit
@@ -112,11 +113,11 @@ class SchedulerDuties(Duties):
         return hashlib.blake2b("\n".join(lines).encode("utf-8", "replace"), digest_size=4).hexdigest()
 
     async def take_up(self, term: Term) -> None:
-        afresh = not self.scheduler.running
+        at, afresh = self._now(), not self.scheduler.running
         if afresh:
             stock.start_paused(self.scheduler)
         self._gate.accepting = True
-        self._succession.begin(term, afresh=afresh)
+        self._succession.begin(term, at, afresh=afresh)
 
     def lay_down(self) -> None:
         self._gate.accepting = False
@@ -169,6 +170,8 @@ class SchedulerDuties(Duties):
             for name in ("_lookup_executor", "_dispatch_event"):
                 vars(scheduler).pop(name, None)
             stock.process_jobs_as_usual(scheduler)
+            for guard in self._guards.values():
+                guard.close()
         for (job, _, _), state in self._definitions:
             stock.restore(job, state)
         scheduler._pending_jobs[:] = [entry for entry, _ in self._definitions]
@@ -188,5 +191,8 @@ class SchedulerDuties(Duties):
             case NotRun():
                 return
         if event.code == EVENT_JOB_REMOVED:
-            self._succession.removed(self._names.forget(event.job_id))
+            if isinstance(event, stock.QuietRemoval):
+                self._names.done(event.job_id)
+            else:
+                self._succession.removed(self._names.removed(event.job_id))
         type(self.scheduler)._dispatch_event(self.scheduler, event)

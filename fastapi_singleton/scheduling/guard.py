@@ -149,10 +149,15 @@ class Guard:
             raise
 
     def shutdown(self, wait: bool = True) -> None:
-        if self._slots is not self.inner:
-            self._slots.shutdown(wait)
+        """What the scheduler calls for an executor that is removed."""
+        self.close()
         if self.inner is not None:
             self.inner.shutdown(wait)
+
+    def close(self) -> None:
+        """Let go of the threads that wait for a process pool's children; the pool itself is the user's."""
+        if self._slots is not self.inner:
+            self._slots.shutdown(wait=False)
 
 
 def _call(run: Run, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

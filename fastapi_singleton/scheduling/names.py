@@ -32,11 +32,16 @@ class Names:
             self._give(job, name if name not in self._taken else job.id)
         return self._by_id[job.id]
 
-    def forget(self, job_id: str) -> str:
-        """The name of a job that is no more; it may be given again."""
+    def removed(self, job_id: str) -> str:
+        """The name of a job that the application has removed; it may be given again."""
         name = self._by_id.pop(job_id, job_id)
         self._taken.discard(name)
         return name
+
+    def done(self, job_id: str) -> None:
+        """A job has had its last tick. The next one from its function must not be taken for it."""
+        if self._by_id.pop(job_id, None) == job_id:
+            self._taken.discard(job_id)
 
     def _natural(self, job: Any, alias: str) -> str:
         return stock.job_key(job, shared=stock.is_shared(self._scheduler, alias))

@@ -150,7 +150,7 @@ def process_jobs_as_usual(scheduler: Any) -> None:
 
 def tick_of(job: Any, run_time: datetime) -> datetime:
     """Which tick a run time stands for: a date's own date, however often it has been put off."""
-    tick: datetime = job.trigger.run_date if isinstance(job.trigger, DateTrigger) else run_time
+    tick: datetime = job.trigger.run_date if is_date(job) else run_time
     return tick.astimezone(UTC)
 
 
@@ -164,11 +164,15 @@ def exhausted(scheduler: Any, job_id: str, alias: str, now: datetime, lease: flo
         remove(scheduler, job_id, alias)
 
 
+class QuietRemoval(JobEvent):  # type: ignore[misc]
+    """A removal that is not the application's doing, so that the fleet need not remember it."""
+
+
 def remove(scheduler: Any, job_id: str, alias: str) -> None:
-    """Remove a job without telling the fleet: this is not the application's doing."""
+    """Remove a job that has done its work, or was removed before."""
     with suppress(JobLookupError):
         scheduler._jobstores[alias].remove_job(job_id)
-        type(scheduler)._dispatch_event(scheduler, JobEvent(EVENT_JOB_REMOVED, job_id, alias))
+        scheduler._dispatch_event(QuietRemoval(EVENT_JOB_REMOVED, job_id, alias))
 
 
 def is_shared(scheduler: Any, alias: str) -> bool:
@@ -177,8 +181,12 @@ def is_shared(scheduler: Any, alias: str) -> bool:
     return store is not None and not isinstance(store, MemoryJobStore)
 
 
+def is_date(job: Any) -> bool:
+    return isinstance(job.trigger, DateTrigger)
+
+
 def is_shared_date(scheduler: Any, job: Any) -> bool:
-    return isinstance(job.trigger, DateTrigger) and is_shared(scheduler, job._jobstore_alias)
+    return is_date(job) and is_shared(scheduler, job._jobstore_alias)
 
 
 async def shut_down(scheduler: Any) -> None:

@@ -19,10 +19,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import asyncpg
-
-from example_app.embedded import EmbeddedPostgres
 from example_app.server import Gunicorn
+from fastapi_singleton.backends import find_store
+from fastapi_singleton.ledger import open_ledger
+from fastapi_singleton.records import RunView
+from fastapi_singleton.timing import Timing
+
+from .deployments import DEPLOYMENTS
 
 JOBS = ("once", "again")
 
@@ -64,12 +67,12 @@ class Report:
 class Storm:
     """A deployment under faults. A context manager; `faults` names what it can do to it."""
 
-    def __init__(self, *, lease: float = 2.0, seed: int = 0) -> None:
+    def __init__(self, store: str = "postgresql", *, lease: float = 2.0, seed: int = 0) -> None:
         self.lease = lease
+        self.deployment = DEPLOYMENTS[store]()
         self.random = random.Random(seed)
         self.report = Report()
         self.effects = Path(tempfile.mkstemp(prefix="fastapi_singleton_effects_")[1])
-        self.postgres = EmbeddedPostgres()
         self.faults: dict[str, Callable[[], None]] = {
             "kill leader": lambda: self._at_leader("kill leader", self._kill),
             "kill bystander": lambda: self._kill(self._bystander()),
@@ -78,15 +81,13 @@ class Storm:
             "freeze bystander": lambda: self._freeze(self._bystander(), self.lease * 1.7),
             "terminate leader": lambda: self._at_leader("terminate leader", self._terminate),
             "reload": lambda: os.kill(self.gunicorn.pid, signal.SIGHUP),
-            "cut sessions": self._cut_sessions,
-            "restart store": lambda: self.postgres.restart(),
-            "kill store": self._kill_store,
+            **self.deployment.faults(),
         }
 
     def __enter__(self) -> "Storm":
-        self.postgres.start()
+        self.deployment.start()
         self.gunicorn = Gunicorn(
-            self.postgres.url, app="tests.chaos.app:app", lease=self.lease,
+            self.deployment.url, app="tests.chaos.app:app", lease=self.lease,
             environment={"CHAOS_EFFECTS": str(self.effects)},
         )  # fmt: skip
         self.gunicorn.start()
@@ -97,7 +98,7 @@ class Storm:
     def __exit__(self, *_: object) -> None:
         self._thaw()
         self.gunicorn.__exit__(None, None, None)
-        self.postgres.__exit__(None, None, None)
+        self.deployment.close()
         self.effects.unlink(missing_ok=True)
 
     def strike(self, fault: str) -> None:
@@ -122,8 +123,8 @@ class Storm:
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
-    def _leader(self, *, other_than: str | None = None) -> dict[str, Any]:
-        return self.gunicorn.leader(other_than=other_than)
+    def _leader(self) -> dict[str, Any]:
+        return self.gunicorn.leader()
 
     def _bystander(self) -> int:
         leader = self._leader()["pid"]
@@ -133,7 +134,11 @@ class Storm:
         leader = self._leader()
         struck = time.time()
         strike(leader["pid"])
-        acquired = datetime.fromisoformat(self._leader(other_than=leader["worker"])["acquired_at"]).timestamp()
+        # By the token, not by the worker: one that froze in the middle of a write to a file may lead again.
+        following = self.gunicorn.wait_for(
+            lambda status: bool(status["leader"]) and status["leader"]["token"] > leader["token"], "an election"
+        )["leader"]
+        acquired = datetime.fromisoformat(following["acquired_at"]).timestamp()
         self.report.failovers.setdefault(fault, []).append(acquired - struck)
 
     @staticmethod
@@ -157,22 +162,18 @@ class Storm:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
-    def _cut_sessions(self) -> None:
-        sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'fastapi_singleton:%'"
-        asyncio.run(self._fetch(sql))
-
-    def _kill_store(self) -> None:
-        self.postgres.kill()
-        self.postgres.start()
-
     # -- accounting --------------------------------------------------------------------------------------------------
 
-    async def _fetch(self, sql: str) -> list[Any]:
-        connection = await asyncpg.connect(self.postgres.url)
-        try:
-            return await connection.fetch(sql)
-        finally:
-            connection.terminate()
+    async def _rows(self) -> list[RunView]:
+        """Every row of the ledger, as anybody may read it."""
+        async with open_ledger(find_store(self.deployment.url, None), "chaos", Timing(10.0)) as (backend, _):
+            rows: list[RunView] = []
+            for job in JOBS:
+                page = await backend.runs(job, 500)
+                while page:
+                    rows += page
+                    page = await backend.runs(job, 500, page[-1].scheduled_for)
+            return rows
 
     def _effects(self) -> Counter[tuple[str, datetime, int]]:
         lines = self.effects.read_text().splitlines()
@@ -184,20 +185,20 @@ class Storm:
         due = [self.began.replace(microsecond=0) + timedelta(seconds=n + 1) for n in range(int(self.report.seconds))]
         deadline = time.monotonic() + 60
         while True:
-            rows = await self._fetch("SELECT * FROM fastapi_singleton.run WHERE name = 'chaos'")
-            ledger = {(row["job"], row["tick"], row["attempt"]): row for row in rows}
+            rows = await self._rows()
+            ledger = {(row.job, row.scheduled_for, row.attempt): row for row in rows}
             effects = self._effects()
             pending = [
                 key for key in ((job, tick, 1) for job in JOBS for tick in due)
-                if key not in ledger or ledger[key]["outcome"] == "running"
+                if key not in ledger or ledger[key].outcome == "running"
             ]  # fmt: skip
             if not pending or time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.2)
         report = self.report
         report.ticks = len(due) * len(JOBS)
-        report.outcomes.update(row["outcome"] for row in rows)
-        report.causes.update(row["cause"] for row in rows)
+        report.outcomes.update(row.outcome for row in rows)
+        report.causes.update(row.cause for row in rows)
         report.doubled += [
             f"{job} {tick} attempt {attempt}: {n} times" for (job, tick, attempt), n in effects.items() if n > 1
         ]
@@ -205,15 +206,13 @@ class Storm:
             for tick in due:
                 had = sum(n for (j, t, _), n in effects.items() if (j, t) == (job, tick))
                 row = ledger.get((job, tick, 1))
-                cut = row is not None and row["outcome"] == "abandoned"
+                cut = row is not None and row.outcome == "abandoned"
                 if job == "once" and had > 1:
                     report.doubled.append(f"{job} {tick}: {had} effects")
                 if not had and not (job == "once" and cut):
-                    report.missed.append(
-                        f"{job} {tick}: {row['outcome'] + ', ' + str(row['error']) if row else 'no row'}"
-                    )
+                    report.missed.append(f"{job} {tick}: {row.outcome + ', ' + str(row.error) if row else 'no row'}")
         # Whoever leads since after a tick can only have found it missing.
         report.mislabelled += [
-            f"{row['job']} {row['tick']} says {row['cause']}" for row in rows
-            if row["cause"] == "schedule" and row["tick"].timestamp() < row["token"] / 1000 - 1
+            f"{row.job} {row.scheduled_for} says {row.cause}" for row in rows
+            if row.cause == "schedule" and row.scheduled_for.timestamp() < (row.token or 0) / 1000 - 1
         ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Wrong input is refused where it is given, with a hint and without a secret."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,15 @@ from apscheduler.schedulers.blocking import BlockingScheduler
 import fastapi_singleton
 from fastapi_singleton import ConfigurationError, Singleton
 
+from ..conftest import eventually
+
 URL = "postgresql://localhost/app"
 
 
 def test_the_public_names_are_these() -> None:
     assert sorted(fastapi_singleton.__all__) == [
         "ConfigurationError",
+        "LockHeldError",
         "LostLeadershipError",
         "NoRunError",
         "Run",
@@ -78,10 +82,17 @@ def test_a_scheduler_that_is_already_running_is_refused() -> None:
         scheduler.shutdown()
 
 
-def test_without_any_url_the_error_says_how_to_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_any_url_a_file_serves_this_host_and_the_log_says_what_serves_several(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FASTAPI_SINGLETON_URL", raising=False)
-    with pytest.raises(ConfigurationError, match="FASTAPI_SINGLETON_URL"):
-        Singleton()
+    singleton = Singleton()
+    assert list(tmp_path.iterdir()) == []
+    async with singleton.lifespan():
+        await eventually(lambda: singleton.is_leader, "an election")
+    assert (tmp_path / "fastapi_singleton.sqlite3").exists()
+    assert sum("postgresql://" in record.message for record in caplog.records) == 1
     monkeypatch.setenv("FASTAPI_SINGLETON_URL", URL)
     assert "localhost" in repr(Singleton())
 

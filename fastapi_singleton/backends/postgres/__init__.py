@@ -1,10 +1,11 @@
 """PostgreSQL: a session advisory lock, kept honest by a lease the server itself enforces.
 
-address.py  which server, without a secret in any text
-session.py  the one dedicated connection per worker, and every reason to refuse it
-schema.py   the tables, created by whichever worker comes first
-ledger.py   the statements of the ledger, and how their rows are read
-backend.py  the lock, the term, the fleet; the one place that sends statements
+address.py     which server, without a secret in any text
+session.py     the one dedicated connection per worker, and every reason to refuse it
+schema.py      the tables, created by whichever worker comes first
+leadership.py  the statements of leadership and fleet
+ledger.py      the statements of the ledger, and the fence
+backend.py     the lock, the term, the fleet; the one place that sends statements
 """
 
 from .address import PostgresStore

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 
 from ...errors import StoreError
 from ...records import (
@@ -36,84 +36,8 @@ from ..vacancy import Vacancy
 from ..views import clean, job_document, job_view, run_view, run_views, worker_view
 from . import ledger
 from .address import PostgresStore
-from .ledger import HISTORY_DIGEST
+from .leadership import STATEMENTS
 from .session import Session
-
-# Shows that this worker lives; rewrites its row only when it has grown old, so that most polls write nothing.
-_SEEN = """
-    INSERT INTO fastapi_singleton.worker AS w (name, worker, hostname, pid, started_at, version, last_seen_at)
-    VALUES ($1, $2, $3, $4, $5, $7, clock_timestamp())
-    ON CONFLICT (name, worker) DO UPDATE SET last_seen_at = clock_timestamp()
-    WHERE w.last_seen_at < clock_timestamp() - $6::interval / 8
-    RETURNING w.*
-"""
-# A statement does not see what it writes itself, so its own row is put beside the others.
-_WORKERS = """
-    (SELECT coalesce(json_agg(w ORDER BY w.started_at, w.worker), '[]')::text FROM (
-        SELECT * FROM seen UNION ALL
-        SELECT * FROM fastapi_singleton.worker AS other
-        WHERE other.name = $1 AND other.last_seen_at > clock_timestamp() - $6::interval
-          AND other.worker NOT IN (SELECT seen.worker FROM seen)
-    ) AS w) AS workers
-"""
-
-# Changes when the jobs or the newest runs do: what every poll would otherwise carry is fetched only then.
-_DIGEST = f"concat(t.token, ' ', t.jobs_revision, ' ', {HISTORY_DIGEST}) AS digest"
-_TERM = "t.worker, t.hostname, t.pid, t.token, t.acquired_at, t.renewed_at"
-
-# Tries the lock without ever waiting for it, and reads the fleet, in one round trip. Gives at most one session `won`.
-CONTEND = f"""
-WITH seen AS ({_SEEN})
-SELECT pg_try_advisory_lock($8) AS won, {_WORKERS}, clock_timestamp() AS now, t.*
-FROM (SELECT) AS always LEFT JOIN LATERAL (
-    SELECT {_TERM}, t.released_at IS NULL AND t.renewed_at > clock_timestamp() - t.lease AS current, {_DIGEST}
-    FROM fastapi_singleton.term AS t WHERE t.name = $1
-) AS t ON true
-"""
-
-# Opens a term. The token grows even if the store lost its last writes, because it is never behind the store's clock.
-ELECT = """
-WITH long_gone AS (
-    DELETE FROM fastapi_singleton.worker WHERE last_seen_at < clock_timestamp() - interval '1 day'
-)
-INSERT INTO fastapi_singleton.term AS t (name, token, worker, hostname, pid, acquired_at, renewed_at, lease)
-VALUES ($1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint, $2, $3, $4, clock_timestamp(), clock_timestamp(), $6)
-ON CONFLICT (name) DO UPDATE
-SET token = greatest(t.token + 1, excluded.token), worker = excluded.worker, hostname = excluded.hostname,
-    pid = excluded.pid, acquired_at = excluded.acquired_at, renewed_at = excluded.renewed_at, released_at = NULL,
-    lease = excluded.lease
-RETURNING t.token, pg_notify($5, 'elected')
-"""
-
-# Touches the term only while its token is still the newest; the lock itself lives as long as this session does.
-RENEW = f"""
-WITH seen AS ({_SEEN}),
-mine AS (
-    UPDATE fastapi_singleton.term AS t SET renewed_at = clock_timestamp(), jobs = coalesce($9::text::jsonb, jobs),
-        jobs_revision = jobs_revision + ($9::text IS NOT NULL)::int
-    WHERE name = $1 AND token = $8 AND worker = $2 AND released_at IS NULL
-    RETURNING {_TERM}, true AS current, {_DIGEST}
-)
-SELECT mine.*, {_WORKERS}, clock_timestamp() AS now FROM mine
-"""
-
-# Ends the term, keeps its token, frees the lock, then (at commit, so after the unlock) wakes the standbys.
-RELEASE = """
-WITH ended AS (
-    UPDATE fastapi_singleton.term SET released_at = clock_timestamp() WHERE name = $1 AND token = $2
-)
-SELECT pg_advisory_unlock($3), pg_notify($4, 'released')
-"""
-
-# A worker with a thread still running stays known until its lease is over, so that its run is not given up before.
-LEAVE = """
-DELETE FROM fastapi_singleton.worker WHERE name = $1 AND worker = $2 AND NOT EXISTS (
-    SELECT FROM fastapi_singleton.run WHERE name = $1 AND worker = $2 AND outcome = 'running')
-"""
-
-_STATEMENTS = {
-    "contend": CONTEND, "elect": ELECT, "renew": RENEW, "release": RELEASE, "leave": LEAVE, **ledger.STATEMENTS,
-}  # fmt: skip
 
 
 def lock_key(name: str) -> int:
@@ -155,6 +79,11 @@ class PostgresBackend:
 
     async def connect(self) -> None:
         await self._open_session()
+
+    async def look(self) -> None:
+        session = await self._open_session()
+        [row] = await session.fetch("look", self._name)
+        await self._see(session, row)
 
     async def acquire(self) -> Term | None:
         self._vacancy.clear()
@@ -239,7 +168,7 @@ class PostgresBackend:
         await self._leading(term).fetch("note", self._name, *columns)
 
     async def sweep(self, term: Term) -> int:
-        return len(await self._leading(term).fetch("sweep", self._name, self._worker.worker, self._lease))
+        return len(await self._leading(term).fetch("sweep", self._name, self._worker.worker))
 
     async def cut(self, term: Term, jobs: Sequence[str], attempts: int, within: float) -> list[Cut]:
         rows = await self._leading(term).fetch("cut", self._name, jobs, attempts, timedelta(seconds=within))
@@ -253,6 +182,16 @@ class PostgresBackend:
         session = await self._open_session()
         rows = await session.fetch("runs", self._name, clean(job), before, limit)
         return [run_view(json.loads(row["run"])) for row in rows]
+
+    async def examine(self) -> list[tuple[Literal["ok", "warning", "problem"], str, str]]:
+        [row] = await (await self._open_session()).fetch("examine")
+        left = row["most"] - row["used"]
+        level: Literal["ok", "warning"] = "ok" if left > 20 else "warning"
+        hint = "" if left > 20 else "raise max_connections: each worker needs one connection beside its own pool."
+        return [
+            ("ok", f"PostgreSQL {row['version']}, direct connection to a primary, lease enforced by the server", ""),
+            (level, f"{row['used']} of {row['most']} connections are in use", hint),
+        ]
 
     # -- the session -------------------------------------------------------------------------------------------------
 
@@ -277,7 +216,7 @@ class PostgresBackend:
                 self._timing,
                 # Cut at 63 bytes by the server and plain ASCII; the pid comes first, so that it is what survives.
                 f"fastapi_singleton:{label}".encode("ascii", "replace")[:63].decode(),
-                _STATEMENTS,
+                STATEMENTS,
                 attempt=self._attempts - 1,
                 channel=self._channel,
                 on_message=self._hear,
@@ -304,10 +243,10 @@ class PostgresBackend:
         leader = _leader_view(row) if row["current"] else None
         workers = tuple(worker_view(w, leader) for w in json.loads(row["workers"]))
         jobs, runs = self._fleet.jobs, self._fleet.runs
-        if row["digest"] is not None and row["digest"] != self._digest:
+        if row["digest"] != self._digest:
             [history] = await session.fetch("history", self._name)
             last = {run.job: run for run in run_views(json.loads(history["last"] or "[]"))}
-            jobs = tuple(job_view(job, last) for job in json.loads(history["jobs"]))
+            jobs = tuple(job_view(job, last) for job in json.loads(history["jobs"] or "[]"))
             runs = run_views(json.loads(history["runs"] or "[]"))
             self._digest = row["digest"]
         self._fleet = Fleet(leader, workers, jobs, runs)

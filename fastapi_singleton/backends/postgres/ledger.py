@@ -13,22 +13,23 @@ from ...errors import ConfigurationError, LostLeadershipError
 from ...records import Ending, Entry, Run
 from ..views import NEWEST, clean
 
-# Accepts an entry iff its token is the newest, its tick lies above the floor and not beyond the store's time + lease, and
-# there is no row for the tick and attempt, or one with the same nonce that is still running (then it is the same claim,
-# sent again). A claim after its latest start is entered as missed.
+# Accepts an entry iff its token (if it has one) is the newest, its tick lies above the floor and not beyond the store's
+# time + lease, and there is no row for the tick and attempt, or one with the same nonce that is still running (then it is
+# the same claim, sent again). A claim after its latest start is entered as missed.
 ENTER = """
 WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now),
 term AS MATERIALIZED (
-    SELECT t.token, t.floor FROM fastapi_singleton.term AS t WHERE t.name = $1 AND t.released_at IS NULL FOR SHARE
+    SELECT t.token, t.floor, t.released_at FROM fastapi_singleton.term AS t WHERE t.name = $1 FOR SHARE
 ),
 asked AS MATERIALIZED (
-    SELECT a.*, clock.now, term.token IS NULL AS lost, a.tick <= term.floor AS pruned,
+    SELECT a.*, clock.now, coalesce(a.tick <= term.floor, false) AS pruned,
+           a.token IS NOT NULL AND (term.token IS DISTINCT FROM a.token OR term.released_at IS NOT NULL) AS lost,
            a.tick > clock.now + $3::interval AS early,
            CASE WHEN a.outcome = 'running' AND a.latest < clock.now THEN 'missed' ELSE a.outcome END AS entered_as
     FROM unnest($4::text[], $5::timestamptz[], $6::int[], $7::text[], $8::text[], $9::text[], $10::bigint[],
                 $11::text[], $12::timestamptz[], $13::text[])
          AS a (job, tick, attempt, id, nonce, cause, token, outcome, latest, error)
-    CROSS JOIN clock LEFT JOIN term ON term.token = a.token
+    CROSS JOIN clock LEFT JOIN term ON true
 ),
 entered AS (
     INSERT INTO fastapi_singleton.run AS r
@@ -102,13 +103,13 @@ SELECT DISTINCT r.job, r.tick FROM unnest($2::text[], $3::timestamptz[]) AS w (j
 JOIN fastapi_singleton.run AS r ON r.name = $1 AND r.job = w.job AND r.tick > w.since
 """
 
-# Gives up runs whose worker has not been seen for a whole lease; never waits for a row that somebody holds.
+# Gives up runs whose worker has not been seen for a whole lease of its own; never waits for a row that somebody holds.
 SWEEP = """
 WITH gone AS (
     SELECT r.job, r.tick, r.attempt FROM fastapi_singleton.run AS r
     WHERE r.name = $1 AND r.outcome = 'running' AND r.worker <> $2 AND NOT EXISTS (
         SELECT FROM fastapi_singleton.worker AS w
-        WHERE w.name = $1 AND w.worker = r.worker AND w.last_seen_at > clock_timestamp() - $3::interval)
+        WHERE w.name = $1 AND w.worker = r.worker AND w.last_seen_at > clock_timestamp() - w.lease)
     LIMIT 1000 FOR UPDATE OF r SKIP LOCKED
 )
 UPDATE fastapi_singleton.run AS r

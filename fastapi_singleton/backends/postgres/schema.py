@@ -49,7 +49,10 @@ ALTER TABLE fastapi_singleton.term
     ADD COLUMN IF NOT EXISTS jobs_revision bigint NOT NULL DEFAULT 0,
     ADD COLUMN IF NOT EXISTS lease interval NOT NULL DEFAULT interval '10 seconds';
 
-ALTER TABLE fastapi_singleton.worker ADD COLUMN IF NOT EXISTS version text NOT NULL DEFAULT '';
+-- Each worker is seen, or not, by its own lease.
+ALTER TABLE fastapi_singleton.worker
+    ADD COLUMN IF NOT EXISTS version text NOT NULL DEFAULT '',
+    ADD COLUMN IF NOT EXISTS lease interval NOT NULL DEFAULT interval '10 seconds';
 
 -- The ledger: one row per tick and attempt. Whoever enters it runs it; no second row, no second run.
 CREATE TABLE IF NOT EXISTS fastapi_singleton.run (
@@ -113,14 +116,18 @@ async def ensure_schema(connection: "asyncpg.Connection[Any]", patience: float) 
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience
     while await _version(connection) < len(MIGRATIONS):
-        async with connection.transaction():
-            # Tried, not waited for: a waiter's open snapshot would hold up VACUUM and concurrent index builds.
-            if await connection.fetchval("SELECT pg_try_advisory_xact_lock($1)", _MIGRATION_LOCK):
-                # Read again under the lock: somebody may have finished in between.
-                for number in range(await _version(connection), len(MIGRATIONS)):
-                    await connection.execute(MIGRATIONS[number])
-                    await connection.execute(_NOTE_VERSION.format(number + 1))
-                return
+        # Not asyncpg's `transaction()`: on a line that has gone dead its roll-back would wait for ever. Whatever goes wrong
+        # here ends the session, and the transaction with it.
+        await connection.execute("BEGIN")
+        # Tried, not waited for: a waiter's open snapshot would hold up VACUUM and concurrent index builds.
+        if await connection.fetchval("SELECT pg_try_advisory_xact_lock($1)", _MIGRATION_LOCK):
+            # Read again under the lock: somebody may have finished in between.
+            for number in range(await _version(connection), len(MIGRATIONS)):
+                await connection.execute(MIGRATIONS[number])
+                await connection.execute(_NOTE_VERSION.format(number + 1))
+            await connection.execute("COMMIT")
+            return
+        await connection.execute("ROLLBACK")
         if loop.time() > deadline:
             raise StoreError(
                 "Another session has been creating the tables of fastapi_singleton for too long.",

@@ -31,8 +31,9 @@ from .address import PostgresStore
 from .schema import ensure_schema
 
 OLDEST_SERVER = 140_000
-# Connecting holds up nobody, so it may take longer than a short lease would allow.
-_SETUP_TIMEOUT = 5.0
+# Connecting holds up nobody, so it may take longer than a short lease would allow. It is some forty round trips.
+_CONNECT_TIMEOUT = 5.0
+_SETUP_TIMEOUT = 15.0
 
 # While the tables are made and the statements prepared: nobody has to wait for a worker that freezes meanwhile.
 _SETUP_SETTINGS = {
@@ -123,7 +124,7 @@ class Session:
                     # From here on the server ends whatever this worker freezes in; the lease itself comes last, because
                     # a short one would not leave the time for all that comes before.
                     await session._apply(_SETUP_SETTINGS)
-                    await ensure_schema(connection, patience=_SETUP_TIMEOUT / 2)
+                    await ensure_schema(connection, patience=_CONNECT_TIMEOUT)
                     # Kept for the session's whole life: a statement parsed later would leave a moment in which a
                     # frozen client keeps the server waiting outside every time limit.
                     for name, sql in statements.items():
@@ -205,7 +206,7 @@ async def _connect(store: PostgresStore, attempt: int) -> "asyncpg.Connection[An
     if store.connect is None:
         return await asyncpg.connect(
             store.dsn_from(attempt),
-            timeout=_SETUP_TIMEOUT,
+            timeout=_CONNECT_TIMEOUT,
             target_session_attrs=SessionAttribute.read_write,
             max_cached_statement_lifetime=0,
         )

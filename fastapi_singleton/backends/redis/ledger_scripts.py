@@ -1,0 +1,249 @@
+"""The ledger's scripts. What only a leader may do is refused (false) unless its token is the newest and not released.
+
+A row is known by its field, `job NUL tick NUL attempt`, of fixed width but for the job: byte by byte in order, it is in
+order of job, tick and attempt.
+"""
+
+from ..views import NEWEST
+from .scripts import script
+
+# Accepts an entry iff its token (if it has one) is the newest, its tick lies above the floor and not beyond the store's
+# time + lease, and there is no row for the tick and attempt, or one with the same nonce that is still running (then it is
+# the same claim, sent again, whoever leads by now). A claim after its latest start is entered as missed.
+ENTER = script("""
+local patience, worker = ARGV[1], ARGV[2]
+local newest = leading()
+local floor = tonumber(redis.call('HGET', term, 'floor')) or -math.huge
+local verdicts, written = {}, false
+for i = 3, #ARGV, 11 do
+    local field, job, tick, attempt, id, nonce, cause, token, outcome, latest, reason = unpack(ARGV, i, i + 10)
+    local known = redis.call('HGET', runs, field)
+    local row = known and cjson.decode(known)
+    local verdict
+    if row and row.nonce == nonce and row.outcome == 'running' then
+        verdict = 'yours'
+    elseif token ~= '' and token ~= newest then
+        verdict = 'lost'
+    elseif tonumber(tick) <= floor then
+        verdict = 'pruned'
+    elseif tonumber(tick) > now + patience then
+        verdict = 'early'
+    elseif row then
+        verdict = 'taken'
+    else
+        if outcome == 'running' and latest ~= '' and tonumber(latest) < now then
+            outcome = 'missed'
+            reason = string.format('came up only %.1f s after its time', (now - tick) / 1000000)
+        end
+        row = {job = job, tick = tick, attempt = attempt, id = id, nonce = nonce, cause = cause, token = token,
+               worker = worker, outcome = outcome, error = reason}
+        if outcome == 'running' then
+            row.started_at = digits(now)
+            redis.call('HSET', running, field, worker)
+        else
+            row.finished_at = digits(now)
+        end
+        redis.call('HSET', runs, field, cjson.encode(row))
+        redis.call('ZADD', ticks, tick, field)
+        redis.call('ZADD', index, 0, field)
+        verdict, written = outcome == 'running' and 'yours' or 'written', true
+    end
+    verdicts[#verdicts + 1] = verdict
+end
+if written then
+    changed()
+end
+return verdicts
+""")
+
+# Writes down how runs ended; also those given up for dead meanwhile, because this is the truth.
+FINISH = script("""
+for i = 1, #ARGV, 5 do
+    local field, nonce, outcome, lasted, reason = unpack(ARGV, i, i + 4)
+    local known = redis.call('HGET', runs, field)
+    local row = known and cjson.decode(known)
+    if row and row.nonce == nonce and (row.outcome == 'running' or row.outcome == 'abandoned') then
+        row.outcome, row.error, row.finished_at = outcome, reason, digits(row.started_at + lasted)
+        redis.call('HSET', runs, field, cjson.encode(row))
+        redis.call('HDEL', running, field)
+        if outcome == 'abandoned' then
+            redis.call('ZADD', abandoned, row.finished_at, field)
+        else
+            redis.call('ZREM', abandoned, field)
+        end
+    end
+end
+changed()
+""")
+
+# Makes a job known at its first meeting, and remembers what it was; a changed schedule starts afresh.
+MEET = script("""
+if leading() ~= ARGV[1] then
+    return false
+end
+local states = {}
+for i = 2, #ARGV, 4 do
+    local key, fingerprint, anchor, paused = unpack(ARGV, i, i + 3)
+    local known = redis.call('HGET', jobs, key)
+    local job = known and cjson.decode(known)
+    if not job or job.fingerprint ~= fingerprint then
+        job = {fingerprint = fingerprint, since = digits(now), anchor = anchor, paused = paused, removed = '0'}
+        redis.call('HSET', jobs, key, cjson.encode(job))
+    end
+    redis.call('ZADD', met, digits(now), key)
+    states[#states + 1] = {job.since, job.anchor, job.paused, job.removed, known and '0' or '1'}
+end
+return states
+""")
+
+# Changes what is remembered; '' leaves a field as it was. A resumed job owes nothing for the time it was paused.
+NOTE = script("""
+if leading() ~= ARGV[1] then
+    return false
+end
+for i = 2, #ARGV, 4 do
+    local key, paused, removed, since = unpack(ARGV, i, i + 3)
+    local known = redis.call('HGET', jobs, key)
+    if known then
+        local job = cjson.decode(known)
+        local resumed = job.paused == '1' and paused == '0' and now or 0
+        job.since = digits(math.max(job.since, tonumber(since) or job.since, resumed))
+        if paused ~= '' then
+            job.paused = paused
+        end
+        if removed ~= '' then
+            job.removed = removed
+        end
+        redis.call('HSET', jobs, key, cjson.encode(job))
+    end
+end
+return 1
+""")
+
+# The fields of each job's rows after a time; they tell the ticks.
+TICKED = script("""
+if leading() ~= ARGV[1] then
+    return false
+end
+local found = {}
+for i = 2, #ARGV, 2 do
+    found[#found + 1] = redis.call('ZRANGEBYLEX', index, '(' .. ARGV[i], '(' .. ARGV[i + 1])
+end
+return found
+""")
+
+# Gives up runs whose worker has not been seen for a whole lease.
+SWEEP = script("""
+local token, worker, patience = unpack(ARGV)
+if leading() ~= token then
+    return false
+end
+local given_up = 0
+local unfinished = redis.call('HGETALL', running)
+for i = 1, #unfinished, 2 do
+    local field, whose = unfinished[i], unfinished[i + 1]
+    if given_up < 1000 and whose ~= worker and last_seen(whose) <= now - patience then
+        local row = cjson.decode(redis.call('HGET', runs, field))
+        row.outcome, row.error, row.finished_at = 'abandoned', 'its worker is gone', digits(now)
+        redis.call('HSET', runs, field, cjson.encode(row))
+        redis.call('HDEL', running, field)
+        redis.call('ZADD', abandoned, row.finished_at, field)
+        given_up = given_up + 1
+    end
+end
+if given_up > 0 then
+    changed()
+end
+return given_up
+""")
+
+# Runs cut short, lately enough, that have no later attempt.
+CUT = script("""
+local token, attempts, within = unpack(ARGV)
+if leading() ~= token then
+    return false
+end
+local wanted, cut = {}, {}
+for i = 4, #ARGV do
+    wanted[ARGV[i]] = true
+end
+for _, field in ipairs(redis.call('ZRANGEBYSCORE', abandoned, '(' .. digits(now - within), '+inf')) do
+    local row = cjson.decode(redis.call('HGET', runs, field))
+    if wanted[row.job] and tonumber(row.attempt) < tonumber(attempts) then
+        local tick = string.match(field, '^(.*)%z')
+        if #redis.call('ZRANGEBYLEX', index, '(' .. field, '(' .. tick .. '\\1', 'LIMIT', 0, 1) == 0 then
+            cut[#cut + 1] = {row.job, row.tick, row.attempt, row.finished_at}
+        end
+    end
+end
+return cut
+""")
+
+# Deletes old rows, some at a time, and in the same step lifts the floor over them. Forgets jobs that nobody has met for as
+# long, unless the leader has them or there is something to remember: paused, removed.
+PRUNE = script("""
+local token, keep = unpack(ARGV)
+if leading() ~= token then
+    return false
+end
+local deleted = 0
+local floor = tonumber(redis.call('HGET', term, 'floor')) or -math.huge
+-- Those that run stay, and must not stand in the way of the others.
+local most = 1000 + redis.call('HLEN', running)
+for _, field in ipairs(redis.call('ZRANGEBYSCORE', ticks, '-inf', '(' .. digits(now - keep), 'LIMIT', 0, most)) do
+    if deleted < 1000 and redis.call('HEXISTS', running, field) == 0 then
+        floor = math.max(floor, tonumber(redis.call('ZSCORE', ticks, field)))
+        redis.call('HDEL', runs, field)
+        redis.call('ZREM', ticks, field)
+        redis.call('ZREM', index, field)
+        redis.call('ZREM', abandoned, field)
+        deleted = deleted + 1
+    end
+end
+if deleted > 0 then
+    redis.call('HSET', term, 'floor', digits(floor))
+    changed()
+end
+local stale = redis.call('ZRANGEBYSCORE', met, '-inf', '(' .. digits(now - math.max(keep, day)), 'LIMIT', 0, 100)
+local shown = {}
+if #stale > 0 then
+    for _, job in ipairs(cjson.decode(redis.call('HGET', term, 'jobs') or '[]')) do
+        shown[job.id] = true
+    end
+end
+for _, key in ipairs(stale) do
+    local job = cjson.decode(redis.call('HGET', jobs, key))
+    if shown[key] or job.paused == '1' or job.removed == '1' then
+        redis.call('ZADD', met, digits(now), key)
+    else
+        redis.call('HDEL', jobs, key)
+        redis.call('ZREM', met, key)
+    end
+end
+return deleted
+""")
+
+# The newest runs, and the last one of each job the leader shows.
+HISTORY = script(f"""
+local newest, last = {{}}, {{}}
+for _, field in ipairs(redis.call('ZREVRANGE', ticks, 0, {NEWEST - 1})) do
+    newest[#newest + 1] = redis.call('HGET', runs, field)
+end
+local published = redis.call('HGET', term, 'jobs') or '[]'
+for _, job in ipairs(cjson.decode(published)) do
+    local fields = redis.call('ZREVRANGEBYLEX', index, '(' .. job.id .. '\\1', '(' .. job.id .. '\\0', 'LIMIT', 0, 1)
+    if fields[1] then
+        last[#last + 1] = redis.call('HGET', runs, fields[1])
+    end
+end
+return {{newest, last, published}}
+""")
+
+# The rows of one job between two bounds, the newest first.
+LISTED = script("""
+local rows = {}
+for _, field in ipairs(redis.call('ZREVRANGEBYLEX', index, '(' .. ARGV[1], '(' .. ARGV[2], 'LIMIT', 0, ARGV[3])) do
+    rows[#rows + 1] = redis.call('HGET', runs, field)
+end
+return rows
+""")

@@ -1,0 +1,56 @@
+"""What the fleet remembers of its jobs, from one leader to the next."""
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from ...records import JobChange, JobNote, JobState
+from ..views import parse_time
+from .database import Transaction
+from .schema import stamp
+
+JOB = "SELECT * FROM fastapi_singleton_job WHERE name = :name AND key = :key"
+
+# Makes a job known at its first meeting; a changed schedule starts afresh, an unchanged one stays as it is.
+MEET = """
+INSERT INTO fastapi_singleton_job (name, key, fingerprint, since, anchor, paused)
+VALUES (:name, :key, :fingerprint, :now, :anchor, :paused)
+ON CONFLICT (name, key) DO UPDATE
+SET fingerprint = excluded.fingerprint, since = excluded.since, anchor = excluded.anchor, paused = excluded.paused, removed = 0
+WHERE fingerprint <> excluded.fingerprint
+"""
+
+# A resumed job owes nothing for the time it was paused; `since` only ever grows.
+NOTE = """
+UPDATE fastapi_singleton_job
+SET paused = coalesce(:paused, paused), removed = coalesce(:removed, removed),
+    since = max(since, coalesce(:since, ''), CASE WHEN paused AND :paused = 0 THEN :now ELSE '' END)
+WHERE name = :name AND key = :key
+"""
+
+
+def meet(transaction: Transaction, name: str, notes: Sequence[JobNote]) -> dict[str, JobState]:
+    states = {}
+    for note in notes:
+        new = transaction.execute(JOB, name=name, key=note.key).fetchone() is None
+        transaction.execute(
+            MEET, name=name, key=note.key, fingerprint=note.fingerprint, now=stamp(transaction.now),
+            anchor=_optional(note.anchor), paused=note.paused,
+        )  # fmt: skip
+        row = transaction.execute(JOB, name=name, key=note.key).fetchone()
+        anchor = None if row["anchor"] is None else parse_time(row["anchor"])
+        paused, removed = bool(row["paused"]), bool(row["removed"])
+        states[note.key] = JobState(parse_time(row["since"]), anchor, paused, removed, new)
+    return states
+
+
+def note(transaction: Transaction, name: str, changes: Sequence[JobChange]) -> None:
+    now = stamp(transaction.now)
+    for change in changes:
+        transaction.execute(
+            NOTE, name=name, key=change.key, paused=change.paused, removed=change.removed,
+            since=_optional(change.since), now=now,
+        )  # fmt: skip
+
+
+def _optional(time: datetime | None) -> str | None:
+    return None if time is None else stamp(time)

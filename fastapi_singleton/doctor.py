@@ -1,0 +1,73 @@
+"""Looks for what would keep a store from serving well; each finding says what to do."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import packages_distributions
+from typing import Literal
+
+from .backends import Store
+from .errors import StoreError, UnsafeStoreError
+from .records import Worker
+from .timing import Timing
+
+_MOST_OFFSET = 1.0  # seconds between this host's clock and the store's
+
+
+@dataclass(frozen=True)
+class Finding:
+    level: Literal["ok", "warning", "problem"]
+    text: str
+    hint: str = ""
+
+
+async def examine(store: Store, name: str) -> list[Finding]:
+    """Everything that can be known of the store from here."""
+    findings = list(_installation())
+    backend = store.open(name, Worker.here(), Timing(10.0))
+    try:
+        await backend.connect()
+        await backend.look()
+        findings.append(Finding("ok", f"{store.detail} answers and may be led on"))
+        findings.append(_clock(backend.now()))
+        findings += [Finding(level, text, hint) for level, text, hint in await backend.examine()]
+        findings += _fleet(name, len(backend.fleet.workers), backend.fleet.leader is not None)
+    except UnsafeStoreError as error:
+        findings.append(Finding("problem", _without_hint(error), error.hint))
+    except StoreError as error:
+        findings.append(Finding("problem", _without_hint(error), error.hint))
+    finally:
+        await backend.close()
+        backend.forfeit()
+    return findings
+
+
+def _installation() -> Iterator[Finding]:
+    claiming = sorted(set(packages_distributions().get("fastapi_singleton", ())))
+    if len(claiming) > 1:
+        yield Finding(
+            "problem",
+            f"{' and '.join(claiming)} both install a package fastapi_singleton",
+            "uninstall both, then install fastapi-singleton-scheduler alone.",
+        )
+    else:
+        yield Finding("ok", "one distribution installs fastapi_singleton")
+
+
+def _clock(store_now: datetime) -> Finding:
+    offset = (datetime.now(UTC) - store_now).total_seconds()
+    text = f"this host's clock is {abs(offset):.3f} s {'ahead of' if offset > 0 else 'behind'} the store's"
+    if abs(offset) <= _MOST_OFFSET:
+        return Finding("ok", text)
+    return Finding("warning", text, "schedules follow the store's clock; let NTP set both.")
+
+
+def _fleet(name: str, workers: int, led: bool) -> Iterator[Finding]:
+    if workers and not led:
+        yield Finding("warning", f"{workers} worker(s) of {name!r} and no leader", "look into their logs and status.")
+    else:
+        yield Finding("ok", f"{workers} worker(s) of {name!r}" + (", one of them leads" if led else ""))
+
+
+def _without_hint(error: StoreError) -> str:
+    return str(error).removesuffix(f" Hint: {error.hint}")

@@ -1,0 +1,176 @@
+"""Locks and leader tasks on every store."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from fastapi_singleton import ConfigurationError, LockHeldError, Singleton, current_run
+
+from ..conftest import eventually
+from ..stores import RealStore
+
+HOLDER = """
+import asyncio, sys
+from fastapi_singleton import Singleton
+
+async def main():
+    async with Singleton(url=sys.argv[1], lease=float(sys.argv[2])).lock("reports", wait=30):
+        print("held", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def holder(store: RealStore, lease: float) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, store.url, str(lease)], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+async def test_a_lock_excludes_others_also_in_the_same_worker_and_names_the_holder(store: RealStore) -> None:
+    here, there = Singleton(url=store.url, lease=2.0), Singleton(url=store.url, lease=2.0)
+    async with here.lock("reports") as lock:
+        assert not lock.lost
+        for other in (here, there):
+            with pytest.raises(LockHeldError, match=str(os.getpid())) as caught:
+                async with other.lock("reports"):
+                    raise AssertionError("ran unlocked")
+            assert caught.value.holder is not None
+        async with there.lock("something else"):
+            pass
+        async with Singleton(url=store.url, name="another fleet").lock("reports"):
+            pass
+    async with there.lock("reports") as again:
+        assert again.token > lock.token
+    assert lock.lost
+
+
+async def test_a_lock_is_waited_for_and_comes_at_once_when_it_is_released(store: RealStore) -> None:
+    singleton = Singleton(url=store.url, lease=8.0)
+    order: list[str] = []
+
+    async def second() -> None:
+        async with singleton.lock("reports", wait=30):
+            order.append("second")
+
+    async with singleton.lock("reports"):
+        waiting = asyncio.create_task(second())
+        await asyncio.sleep(0.2)
+        order.append("first")
+    await asyncio.wait_for(waiting, 30)
+    assert order == ["first", "second"]
+
+
+async def test_a_lock_is_kept_for_longer_than_its_lease(store: RealStore) -> None:
+    singleton = Singleton(url=store.url, lease=0.4)
+    async with singleton.lock("reports") as lock:
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            assert not lock.lost
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_holder_that_is_killed_or_frozen_is_followed_by_another(store: RealStore, how: signal.Signals) -> None:
+    process = await asyncio.to_thread(holder, store, 1.0)
+    try:
+        process.send_signal(how)
+        async with Singleton(url=store.url, lease=1.0).lock("reports", wait=30) as lock:
+            assert not lock.lost
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_wrong_names_and_waits_are_refused() -> None:
+    singleton = Singleton(url="sqlite:///locks.sqlite3")
+    for name, wait in (("", 0), ("x", -1), ("x", "soon")):
+        with pytest.raises(ConfigurationError):
+            singleton.lock(name, wait=wait)  # type: ignore[arg-type]
+
+
+async def test_once_is_at_most_once_whoever_asks_and_whatever_becomes_of_it(store: RealStore) -> None:
+    workers = [Singleton(url=store.url, lease=2.0) for _ in range(4)]
+    ran: list[str] = []
+
+    async def work() -> None:
+        ran.append(current_run().job)
+
+    results = await asyncio.gather(*(worker.once("import", work) for worker in workers for _ in range(3)))
+    assert sum(results) == 1
+    assert ran == ["once:import"]
+    assert not await workers[0].once("import", work)
+
+    def fails() -> None:
+        raise ValueError("half done")
+
+    with pytest.raises(ValueError, match="half done"):
+        await workers[1].once("other", fails)
+    assert not await workers[2].once("other", fails)
+    async with workers[0].lifespan():
+        [row] = await workers[0].runs("once:other")
+    assert (row.outcome, row.error) == ("failed", "ValueError: half done")
+
+
+async def test_a_task_runs_only_on_the_leader_and_is_cancelled_with_its_term(store: RealStore) -> None:
+    running: set[str] = set()
+
+    def worker(label: str) -> Singleton:
+        singleton = Singleton(url=store.url, lease=2.0)
+
+        @singleton.task
+        async def warm_the_cache() -> None:
+            running.add(label)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                running.discard(label)
+
+        return singleton
+
+    first, second = worker("first"), worker("second")
+    async with first.lifespan():
+        await eventually(lambda: running == {"first"}, "the first worker's task")
+        async with second.lifespan():
+
+            async def shown() -> Any:
+                return [job.trigger for job in (await second.status()).jobs] == ["task, running"]
+
+            await eventually(shown, "the task in the status of a standby")
+            assert running == {"first"}
+            first._elector.retire()  # type: ignore[union-attr]
+            await eventually(lambda: running == {"second"}, "the second worker's task")
+    assert running == set()
+
+
+async def test_a_task_that_fails_is_started_again(store: RealStore, caplog: pytest.LogCaptureFixture) -> None:
+    singleton = Singleton(url=store.url)
+    starts: list[int] = []
+
+    @singleton.task
+    async def stumble() -> None:
+        starts.append(1)
+        if len(starts) < 2:
+            raise ValueError("not yet")
+
+    async with singleton.lifespan():
+        await eventually(lambda: len(starts) == 2, "the second start")
+    assert any("stumble" in record.message for record in caplog.records)
+
+
+async def test_a_task_must_be_a_coroutine_function() -> None:
+    singleton = Singleton(url="sqlite:///tasks.sqlite3")
+    with pytest.raises(ConfigurationError, match="coroutine"):
+        singleton.task(lambda: None)  # type: ignore[arg-type, return-value]
