@@ -26,12 +26,14 @@ class Gunicorn:
     def __init__(
         self, url: str, *, app: str = "example_app.main:app", workers: int = 4, lease: float = 10.0,
         host: str = "127.0.0.1", environment: Mapping[str, str] | None = None, prefix: tuple[str, ...] = (),
+        directory: Path = PROJECT,
     ) -> None:  # fmt: skip
         self.host, self.port = host, free_port()
         self.workers = workers
         self.log = Path(tempfile.mkstemp(prefix="fastapi_singleton_", suffix=".log")[1])
         self._prefix = prefix
         self._app = app
+        self._directory = directory
         self._environment = {
             **os.environ,
             "FASTAPI_SINGLETON_URL": url,
@@ -57,7 +59,7 @@ class Gunicorn:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*self._prefix, sys.executable, "-m", "gunicorn", "-c", str(PROJECT / "gunicorn.conf.py"), self._app],
-                env=self._environment, stdout=log, stderr=log, cwd=PROJECT, start_new_session=True,
+                env=self._environment, stdout=log, stderr=log, cwd=self._directory, start_new_session=True,
             )  # fmt: skip
 
     def stop(self, how: signal.Signals = signal.SIGTERM, patience: float = 60.0) -> None:

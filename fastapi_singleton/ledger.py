@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from .backends import Backend, Store
@@ -160,17 +160,27 @@ class Ledger:
 
 @asynccontextmanager
 async def open_ledger(store: Store, name: str, timing: Timing) -> AsyncIterator[tuple[Backend, Ledger]]:
-    """The ledger of a fleet for somebody who is not of it; what was written into it is flushed at the end."""
+    """The ledger of a fleet for somebody who does not want to lead it, and is seen in it while this lasts, so that no run
+    of its is given up. What was written is flushed at the end."""
     backend = store.open(name, Worker.here(), timing)
     ledger = Ledger(backend, timing)
-    writing = asyncio.create_task(ledger.run(), name=f"fastapi_singleton:{name}:ledger")
+    tasks: list[asyncio.Task[None]] = []
     try:
-        await backend.look()
+        await backend.attend()
+        tasks = [asyncio.create_task(ledger.run()), asyncio.create_task(_stay(backend, timing))]
         yield backend, ledger
         if left := await ledger.flush(4 * timing.request_timeout):
             logger.warning("The store did not take the endings of %d run(s)", left)
     finally:
-        writing.cancel()
-        await asyncio.gather(writing, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await backend.close()
         backend.forfeit()
+
+
+async def _stay(backend: Backend, timing: Timing) -> None:
+    while True:
+        await asyncio.sleep(timing.renew_every)
+        with suppress(StoreError):
+            await backend.attend()

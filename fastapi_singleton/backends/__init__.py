@@ -5,7 +5,7 @@ Rules of the seam:
 - `None` or `False` is a normal loss. An exception (`StoreError`) means the store could not answer; whatever was asked may
   or may not have happened, and the backend has already let go of everything it held, so that nothing is half-owned.
 - Every call is bounded in time, and none is made before the lifespan.
-- `fleet` and `now` are refreshed by `acquire`, `renew` and `look` alone; reading them asks nobody.
+- `fleet` and `now` are refreshed by `acquire`, `renew`, `attend` and `look` alone; reading them asks nobody.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -52,6 +52,9 @@ class Backend(Protocol):
 
     async def look(self) -> None:
         """Refresh `fleet` for somebody who is not of it: takes nothing, leaves no trace."""
+
+    async def attend(self) -> None:
+        """Show that this worker is alive, without trying to lead: its runs are not given up."""
 
     async def acquire(self) -> Term | None:
         """Show that this worker is alive and try to lead: a new term, or None while somebody else leads."""

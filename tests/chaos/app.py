@@ -35,8 +35,6 @@ scheduler = AsyncIOScheduler(timezone="UTC")
 for job in (once, again):
     scheduler.add_job(job, "cron", second="*", id=job.__name__, coalesce=False)
 
-singleton = Singleton(
-    scheduler, os.environ["FASTAPI_SINGLETON_URL"], name="chaos", lease=float(os.environ["EXAMPLE_LEASE"]), drain=2.0
-)
+singleton = Singleton(scheduler, name="chaos", lease=float(os.environ["EXAMPLE_LEASE"]), drain=2.0)
 app = FastAPI(lifespan=singleton.lifespan)
 app.include_router(singleton.router())

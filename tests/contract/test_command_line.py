@@ -15,6 +15,7 @@ import pytest
 from fastapi_singleton import Singleton
 
 from ..conftest import eventually
+from ..leading import leading
 from ..stores import RealStore
 
 COMMAND = (sys.executable, "-m", "fastapi_singleton")
@@ -92,6 +93,35 @@ def test_a_wrapper_that_is_killed_frees_the_name(store: RealStore, tmp_path: Pat
     second = call(store, "run", "nightly", "--lease", "1", "--min-gap", "0", "--wait", "30", "--", "true")
     assert second.returncode == 0
     assert second.stderr == ""
+
+
+async def test_a_leader_does_not_give_up_a_command_that_runs_and_gives_up_one_that_was_killed(
+    store: RealStore, tmp_path: Path
+) -> None:
+    started = tmp_path / "started"
+    async with leading(store.url, name="default", lease=1.0) as leader:
+        process = await asyncio.to_thread(
+            start, store, "run", "nightly", "--lease", "1", "--", "sh", "-c", f"echo $$ > {started}; exec sleep 60"
+        )
+        try:
+            await asyncio.to_thread(wait_for, started)
+            term = await leader.elect()
+            until = time.monotonic() + 2.5
+            while time.monotonic() < until:  # longer than its lease
+                assert await leader.backend.sweep(term) == 0
+                assert await leader.backend.renew(term)
+                await asyncio.sleep(0.1)
+            process.kill()
+
+            async def given_up() -> Any:
+                assert await leader.backend.renew(term)
+                return await leader.backend.sweep(term)
+
+            assert await eventually(given_up, "the killed command's run") == 1
+        finally:
+            process.kill()
+            os.kill(int(started.read_text()), signal.SIGKILL)
+            process.communicate()
 
 
 def test_of_many_that_start_together_one_runs(store: RealStore, tmp_path: Path) -> None:

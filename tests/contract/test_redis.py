@@ -84,7 +84,7 @@ async def elected(backend: RedisBackend) -> Term:
 
 def silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Last words do not get through."""
-    monkeypatch.setattr(Session, "send", lambda *_: None)
+    monkeypatch.setattr(Session, "part", lambda session, *_: session.terminate())
 
 
 # -- the lease -----------------------------------------------------------------------------------------------------------
@@ -164,15 +164,21 @@ async def test_a_lost_reply_to_the_election_is_followed_by_a_new_term(
     assert (await elected(backend)).token > leader.token
 
 
-async def test_a_bid_whose_answer_nobody_waits_for_any_more_is_taken_back(worker: Open) -> None:
-    backend, other = worker(), worker()
-    await backend.connect()
-    bidding = asyncio.create_task(backend.acquire())
-    while not backend._bid:
-        await asyncio.sleep(0)
-    bidding.cancel()
-    await asyncio.gather(bidding, return_exceptions=True)
-    assert await eventually(other.acquire, "a free lease", patience=5.0)
+@pytest.mark.parametrize("answered", [True, False])
+async def test_a_bid_whose_answer_nobody_waits_for_any_more_is_taken_back(worker: Open, answered: bool) -> None:
+    for _ in range(50):
+        backend, other = worker(), worker()
+        await backend.connect()
+        bidding = asyncio.create_task(backend.acquire())
+        while not backend._bid:
+            await asyncio.sleep(0)
+        if answered:
+            # The answer lies here unread: closing now would make the network forget what was said last.
+            time.sleep(0.002)
+        bidding.cancel()
+        await asyncio.gather(bidding, return_exceptions=True)
+        await backend.close()
+        await other.release(await elected(other))
 
 
 async def test_last_words_free_the_lease_they_mean_and_no_later_one(worker: Open) -> None:

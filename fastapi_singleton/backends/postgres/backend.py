@@ -85,6 +85,11 @@ class PostgresBackend:
         [row] = await session.fetch("look", self._name)
         await self._see(session, row)
 
+    async def attend(self) -> None:
+        session = await self._open_session()
+        [row] = await session.fetch("attend", *self._presence())
+        await self._see(session, row)
+
     async def acquire(self) -> Term | None:
         self._vacancy.clear()
         session = await self._open_session()

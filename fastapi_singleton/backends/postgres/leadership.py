@@ -36,6 +36,12 @@ WITH seen AS ({_SEEN})
 SELECT pg_try_advisory_lock($8) AS won, {_WORKERS}, clock_timestamp() AS now, {_DIGEST}, t.* FROM {_TERM_IF_ANY}
 """
 
+# The same for a worker that does not want to lead.
+ATTEND = f"""
+WITH seen AS ({_SEEN})
+SELECT {_WORKERS}, clock_timestamp() AS now, {_DIGEST}, t.* FROM {_TERM_IF_ANY}
+"""
+
 # The same view of the fleet for somebody who is not of it: takes nothing, leaves no trace.
 LOOK = f"""
 WITH seen AS (SELECT * FROM fastapi_singleton.worker WHERE false)
@@ -88,6 +94,6 @@ SELECT current_setting('server_version') AS version, current_setting('max_connec
 """
 
 STATEMENTS = {
-    "examine": EXAMINE, "contend": CONTEND, "look": LOOK, "elect": ELECT, "renew": RENEW, "release": RELEASE,
+    "examine": EXAMINE, "contend": CONTEND, "attend": ATTEND, "look": LOOK, "elect": ELECT, "renew": RENEW, "release": RELEASE,
     "leave": LEAVE, **ledger.STATEMENTS,
 }  # fmt: skip

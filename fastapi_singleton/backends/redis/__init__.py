@@ -3,6 +3,7 @@
 address.py         which server, without a secret in any text
 server.py          every reason to refuse a server, and what its errors mean
 session.py         the connection for commands
+farewell.py        how it is left with last words that nobody waits for
 listening.py       the connection that hears of hand-overs: two connections per worker in all
 scripts.py         what all scripts share; the lease, the term, the fleet
 ledger_scripts.py  the ledger, and what the fleet remembers of jobs

@@ -62,6 +62,7 @@ class RedisBackend:
         self._presence = self._lease, worker.worker, presence(worker)
         self._label = rows.label(name, worker.hostname, worker.pid)
         self._session: Session | None = None
+        self._parting: Session | None = None  # the last one that was left with last words
         self._owned: Term | None = None
         self._bid = ""  # the last try for the lease on this session that succeeded, or is not answered yet
         self._opening = asyncio.Lock()
@@ -89,6 +90,10 @@ class RedisBackend:
     async def look(self) -> None:
         await self._open_session()
         await self._see_all(Sight.parse(await self._run(scripts.LOOK, self._lease)))
+
+    async def attend(self) -> None:
+        await self._open_session()
+        await self._see_all(Sight.parse(await self._run(scripts.ATTEND, *self._presence)))
 
     async def acquire(self) -> Term | None:
         self._vacancy.clear()
@@ -150,6 +155,8 @@ class RedisBackend:
             if session is not None:
                 session.terminate()
             await self._listener.close()
+            if self._parting is not None:
+                await self._parting.parted()
 
     # -- ledger ------------------------------------------------------------------------------------------------------
 
@@ -259,10 +266,11 @@ class RedisBackend:
         if session is None:
             return
         if bid:
-            # Last words that nobody waits for, also if the answer to the bid is still to come. If they do not get
-            # through, the lease goes by itself.
-            session.send(scripts.FORFEIT, self._keys, bid, self._channel, self._worker.worker)
-        session.terminate()
+            # Also if the answer to the bid is still to come. If this does not get through, the lease goes by itself.
+            session.part(scripts.FORFEIT, self._keys, bid, self._channel, self._worker.worker)
+            self._parting = session
+        else:
+            session.terminate()
 
     # -- the fleet ---------------------------------------------------------------------------------------------------
 

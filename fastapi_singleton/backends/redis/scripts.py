@@ -94,6 +94,9 @@ def script(body: str) -> Script:
 # The fleet for somebody who is not of it: takes nothing, leaves no trace.
 LOOK = script(_FLEET + "return fleet(ARGV[1])")
 
+# The same for a worker that does not want to lead, and is seen.
+ATTEND = script(_FLEET + "appear(ARGV[2], ARGV[3], ARGV[1]) return fleet(ARGV[1])")
+
 # Opens a term iff nobody holds the lease, or its holder is this worker itself (a reply was lost), or it is still that of
 # the very token whose process the caller knows to be dead. The token grows even if the store lost its last writes, because
 # it is never behind the store's clock.

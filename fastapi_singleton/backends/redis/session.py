@@ -14,6 +14,7 @@ from redis.asyncio.connection import Connection, parse_url
 
 from ...timing import Timing
 from .address import RedisStore
+from .farewell import Farewell
 from .scripts import Script
 from .server import check, explain, information
 
@@ -62,6 +63,7 @@ class Session:
         self._connection = connection
         self._timeout = timing.request_timeout
         self._one_at_a_time = asyncio.Lock()
+        self._farewell: Farewell | None = None
 
     @classmethod
     async def open(cls, store: RedisStore, timing: Timing, label: str, key: str) -> "Session":
@@ -107,13 +109,27 @@ class Session:
         """What the server tells of itself."""
         return information(await self._bounded(self._call("INFO")))
 
-    def send(self, script: Script, keys: Sequence[str], *arguments: str) -> None:
-        """Let a script run if the server can still be reached; nobody waits for it or hears of it."""
-        writer = self._connection._writer
+    def part(self, script: Script, keys: Sequence[str], *arguments: str) -> None:
+        """Close, and let a script run if the server can still be reached: nobody waits for it or hears of it. Whoever
+        waits for an answer hears that the connection is closed."""
+        connection = self._connection
+        reader, writer = connection._reader, connection._writer
         # What would have to queue here would keep a dead connection open.
-        if self.alive and not writer.transport.get_write_buffer_size():
-            command = self._connection.pack_command("EVAL", script.text, str(len(keys)), *keys, *arguments)
-            writer.writelines(command)
+        if not self.alive or writer.transport.get_write_buffer_size():
+            self.terminate()
+            return
+        writer.writelines(connection.pack_command("EVAL", script.text, str(len(keys)), *keys, *arguments))
+        if not writer.can_write_eof():  # TLS takes leave of the server by itself
+            self.terminate()
+            return
+        connection._reader = connection._writer = None
+        reader.feed_eof()
+        self._farewell = Farewell(writer, self._timeout)
+
+    async def parted(self) -> None:
+        """Until the last words are heard, or given up."""
+        if self._farewell is not None:
+            await asyncio.wait([self._farewell.ended])
 
     def terminate(self) -> None:
         drop(self._connection)

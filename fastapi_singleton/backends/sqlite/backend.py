@@ -68,6 +68,18 @@ class SqliteBackend:
         me, name, length, before = self._worker, self._name, self._timing.lease, self._sight
         self._see(await database.ask(_reading(lambda t: fleet.look(t, name, me, length, before))))
 
+    async def attend(self) -> None:
+        database = await self._open()
+        me, name, length, before = self._worker, self._name, self._timing.lease, self._sight
+
+        def appear(file: OpenFile) -> Sight:
+            with file.writing() as transaction:
+                fleet.show(transaction, name, me, length)
+            with file.reading() as transaction:
+                return fleet.look(transaction, name, me, length, before)
+
+        self._see(await database.ask(appear))
+
     async def acquire(self) -> Term | None:
         self._vacancy.clear()
         database = await self._open()
@@ -147,7 +159,9 @@ class SqliteBackend:
         try:
             await database.ask(_writing(lambda transaction: lease.leave(transaction, self._name, self._worker)))
             await database.close()
-        except Exception:
+        except StoreError:
+            pass  # its row is forgotten once it has not been seen for a lease
+        finally:
             database.drop()
 
     # -- ledger ------------------------------------------------------------------------------------------------------
