@@ -7,6 +7,7 @@ be claimed, followed by one that succeeded, would never be looked at again.
 
 import copy
 import hashlib
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -66,16 +67,18 @@ def plan(
     return result
 
 
-def is_implicit(moment: datetime) -> bool:
+def is_implicit(moment: Any) -> bool:
     """Whether a time was taken from a clock rather than chosen: then it has a fraction of a second, and differs in
     every worker."""
-    return moment.microsecond != 0
+    return isinstance(moment, datetime) and moment.microsecond != 0
 
 
 def anchor(trigger: Any) -> datetime | None:
     """The phase of an interval that counts from whenever this process happened to start; None for any other trigger."""
+    if parts := getattr(trigger, "triggers", None):
+        return next(filter(None, map(anchor, parts)), None)
     start = getattr(trigger, "start_date", None)
-    if isinstance(getattr(trigger, "interval", None), timedelta) and start is not None and is_implicit(start):
+    if isinstance(getattr(trigger, "interval", None), timedelta) and is_implicit(start):
         return start.astimezone(UTC)  # type: ignore[no-any-return]
     return None
 
@@ -85,15 +88,30 @@ def anchored(trigger: Any, phase: datetime | None) -> Any:
     if phase is None or anchor(trigger) in (None, phase):
         return trigger
     same = copy.copy(trigger)
-    same.start_date = phase.astimezone(trigger.timezone)
+    if parts := getattr(trigger, "triggers", None):
+        same.triggers = [anchored(part, phase) for part in parts]
+    else:
+        same.start_date = phase.astimezone(trigger.timezone)
     return same
+
+
+def has_jitter(trigger: Any) -> bool:
+    """Whether its ticks are drawn anew each time it is asked."""
+    return bool(getattr(trigger, "jitter", None)) or any(map(has_jitter, getattr(trigger, "triggers", ())))
 
 
 def fingerprint(trigger: Any) -> str:
     """Two triggers with the same fingerprint have the same schedule, whichever process made them."""
-    text = repr(trigger)
-    if getattr(trigger, "run_date", None) is not None and is_implicit(trigger.run_date):
-        text = "now"
-    elif getattr(trigger, "start_date", None) is not None and is_implicit(trigger.start_date):
-        text = f"{trigger} {trigger.timezone} {trigger.end_date} {trigger.jitter}"
-    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()
+    return hashlib.blake2b(_schedule(trigger).encode("utf-8", "replace"), digest_size=8).hexdigest()
+
+
+def _schedule(trigger: Any) -> str:
+    if parts := getattr(trigger, "triggers", None):
+        return f"{type(trigger).__name__} {[_schedule(part) for part in parts]} {trigger.jitter}"
+    if is_implicit(getattr(trigger, "run_date", None)):
+        return "now"
+    start, text = getattr(trigger, "start_date", None), repr(trigger)
+    # A calendar interval starts on a mere date, which, if nobody chose it, is the day its process began.
+    if is_implicit(start) or (start is not None and not isinstance(start, datetime)):
+        text = re.sub(r"start_date='[^']*'", "", text)
+    return text

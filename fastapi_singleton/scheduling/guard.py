@@ -20,7 +20,7 @@ from apscheduler.executors.base import MaxInstancesReachedError
 from apscheduler.executors.pool import ThreadPoolExecutor
 from apscheduler.util import iscoroutinefunction_partial
 
-from ..catching_up import INSTANT, MOST_MISSED, ticks_from
+from ..catching_up import INSTANT, MOST_MISSED, has_jitter, ticks_from
 from ..jobs import call_as
 from ..records import Run
 from .gate import Due, Gate, NotRun, Submission
@@ -170,6 +170,6 @@ def _call(run: Run, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _coalesced(job: Any, latest: datetime) -> list[datetime]:
     """The ticks that APScheduler has left out in favour of the latest."""
-    if job.next_run_time == latest or getattr(job.trigger, "jitter", None):  # jitter is drawn anew each time
+    if job.next_run_time == latest or has_jitter(job.trigger):  # jitter is drawn anew each time
         return []
     return list(islice(ticks_from(job.trigger, job.next_run_time, latest - INSTANT), MOST_MISSED))

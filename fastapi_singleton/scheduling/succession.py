@@ -160,7 +160,7 @@ class Succession:
             return [], []
         trigger = catching_up.anchored(job.trigger, state.anchor)
         late = self._gate.latest_start(job)
-        if getattr(trigger, "jitter", None):
+        if catching_up.has_jitter(trigger):
             plan = catching_up.Plan()  # its ticks are drawn anew each time it is asked
         else:
             plan = catching_up.plan(trigger, state.since, now, known, latest_start=late, coalesce=job.coalesce)

@@ -85,7 +85,8 @@ class Fleet(RuleBasedStateMachine):
     def lose(self) -> None:
         """Trust has lapsed: the worker lets go without asking anybody."""
         assert self.leader is not None
-        self.backends[self.leader].forfeit()
+        leader = self.backends[self.leader]
+        self.do(lambda: _forfeit(leader))
         self.leader = None
 
     @rule(who=workers, tick=ticks, attempt=st.integers(1, 2))
@@ -145,6 +146,10 @@ class Fleet(RuleBasedStateMachine):
 async def _opened(backend: Any) -> Any:
     await backend.connect()
     return backend
+
+
+async def _forfeit(backend: Any) -> None:
+    backend.forfeit()
 
 
 @pytest.mark.timeout(300)

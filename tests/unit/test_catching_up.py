@@ -7,6 +7,8 @@ from zoneinfo import ZoneInfo
 
 import pytest
 from apscheduler.triggers.combining import OrTrigger
+from apscheduler.triggers.calendarinterval import CalendarIntervalTrigger
+from apscheduler.triggers.combining import AndTrigger, OrTrigger
 from apscheduler.triggers.cron import CronTrigger
 from apscheduler.triggers.date import DateTrigger
 from apscheduler.triggers.interval import IntervalTrigger
@@ -129,6 +131,14 @@ def test_an_interval_keeps_the_phase_the_fleet_gave_it() -> None:
     assert anchor(first) != phase  # the application's own trigger is left as it was
 
 
+def test_an_interval_inside_another_trigger_takes_up_the_phase_too() -> None:
+    own = OrTrigger([CronTrigger(hour=3, timezone="UTC"), IntervalTrigger(hours=1, timezone="UTC")])
+    phase = START - timedelta(days=2)
+    same = anchored(own, phase)
+    assert next_tick(same, START + timedelta(minutes=7)) == START + timedelta(hours=1)
+    assert (anchor(same), anchor(own) == phase) == (None, False)
+
+
 def test_an_interval_with_a_chosen_start_keeps_it() -> None:
     chosen = IntervalTrigger(hours=1, start_date=START, timezone="UTC")
     assert anchor(chosen) is None
@@ -152,6 +162,11 @@ def test_an_interval_with_a_chosen_start_keeps_it() -> None:
         (CronTrigger(hour=15, start_date=datetime.now(UTC)), CronTrigger(hour=16, start_date=datetime.now(UTC)), False),
         (DateTrigger(), DateTrigger(), True),
         (DateTrigger(START), DateTrigger(utc("2026-11-19 10:00")), False),
+        (CalendarIntervalTrigger(days=2), CalendarIntervalTrigger(days=2, start_date="2026-01-01"), True),
+        (CalendarIntervalTrigger(days=2), CalendarIntervalTrigger(days=3), False),
+        (OrTrigger([IntervalTrigger(hours=1)]), OrTrigger([IntervalTrigger(hours=1)]), True),
+        (OrTrigger([IntervalTrigger(hours=1)]), OrTrigger([IntervalTrigger(hours=2)]), False),
+        (OrTrigger([IntervalTrigger(hours=1)]), AndTrigger([IntervalTrigger(hours=1)]), False),
     ],
 )
 def test_a_fingerprint_tells_schedules_apart_and_not_processes(one: Any, other: Any, same: bool) -> None:
