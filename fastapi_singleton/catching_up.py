@@ -77,7 +77,7 @@ def anchor(trigger: Any) -> datetime | None:
     """The phase of an interval that counts from whenever this process happened to start; None for any other trigger."""
     if parts := getattr(trigger, "triggers", None):
         return next(filter(None, map(anchor, parts)), None)
-    start = getattr(trigger, "start_date", None)
+    start: Any = getattr(trigger, "start_date", None)
     if isinstance(getattr(trigger, "interval", None), timedelta) and is_implicit(start):
         return start.astimezone(UTC)  # type: ignore[no-any-return]
     return None

@@ -20,6 +20,10 @@ Rules:
 3. A lost leader lays down its duties before it does anything else.
 4. Nothing that the store does ends the loop, and the loop never raises: it logs, backs off and tries again.
 5. At shutdown: stop contending, (the owner drains while the term is still renewed,) retire.
+6. Before it first shows itself, and again after any failure, a worker looks who else is there: under one name there is one
+   mode, and whoever comes later steps back.
+
+A race (racing.py) goes the same way without opponents: where the claim alone decides, everybody is elected.
 """
 
 import asyncio
@@ -29,7 +33,7 @@ from typing import Any
 
 from .backends import Backend
 from .errors import StoreError, UnsafeStoreError
-from .records import JobView, Term
+from .records import JobView, Role, Term
 from .timing import Timing, boot_clock
 
 logger = logging.getLogger("fastapi_singleton")
@@ -84,6 +88,11 @@ class SeveralDuties(Duties):
 class Elector:
     """One worker's part in the election. `term` may be read from any thread."""
 
+    _strangers: frozenset[Role] = frozenset({"racer"})  # roles of another mode
+    _won = "Elected: this worker leads with token {token}"
+    _gave_back = "Released the leadership"
+    _lost = "Lost the leadership: %s"
+
     def __init__(
         self, backend: Backend, timing: Timing, duties: Duties, *, clock: Callable[[], float] = boot_clock
     ) -> None:
@@ -93,6 +102,7 @@ class Elector:
         self._clock = clock
         self._contending = True
         self._retiring = False
+        self._newcomer = True
         self._woken = asyncio.Event()
         # Term and deadline change together, so that a thread never sees one without the other.
         self._trusted: tuple[Term, float] | None = None
@@ -127,6 +137,7 @@ class Elector:
             try:
                 await self._contend()
             except StoreError as error:
+                self._newcomer = True
                 self._note(error)
                 await self._pause(self._timing.backoff(self._failures))
             except Exception as error:
@@ -136,10 +147,20 @@ class Elector:
                 self._backend.forfeit()
                 await self._pause(self._timing.backoff(self._failures))
 
+    async def _seek(self) -> Term | None:
+        return await self._backend.acquire()
+
+    async def _renew(self, term: Term) -> bool:
+        return await self._backend.renew(term, self._unpublished_jobs())
+
     async def _contend(self) -> None:
         await self._backend.connect()
+        if self._newcomer:
+            await self._backend.look()
+            self._check_company()
+            self._newcomer = False
         sent = self._clock()
-        term = await self._backend.acquire()
+        term = await self._seek()
         self._answered()
         if term is None:
             self._duties.standing_by()
@@ -153,7 +174,7 @@ class Elector:
         self._trusted = term, sent + self._timing.trust
         self._published = None
         self._renewals = 0
-        logger.info("Elected: this worker leads with token %d", term.token, extra=_extra(term))
+        logger.info(self._won.format(token=term.token), extra=_extra(term))
         try:
             await self._duties.take_up(term)
             reason = await self._keep(term)
@@ -166,10 +187,10 @@ class Elector:
             self._duties.lay_down()
         if reason is None:
             await self._release(term)
-            logger.info("Released the leadership", extra=_extra(term))
+            logger.info(self._gave_back, extra=_extra(term))
         else:
             self._backend.forfeit()
-            logger.warning("Lost the leadership: %s", reason, extra=_extra(term))
+            logger.warning(self._lost, reason, extra=_extra(term))
             if not self._renewals:
                 # Elected and lost at once: whatever the reason, it must not become a spin.
                 self._failures += 1
@@ -184,7 +205,7 @@ class Elector:
             if sent >= deadline:
                 return "this process did not run for longer than its lease allows"
             try:
-                kept = await self._backend.renew(term, self._unpublished_jobs())
+                kept = await self._renew(term)
             except StoreError as error:
                 self._note(error)
                 return str(error)
@@ -218,6 +239,15 @@ class Elector:
             # The lock ends with its session or its lease; nobody has to be told.
             logger.warning("Could not release the leadership: %s", error, extra=_extra(term))
             self._backend.forfeit()
+
+    def _check_company(self) -> None:
+        found = [worker.worker for worker in self._backend.fleet.workers if worker.role in self._strangers]
+        if found:
+            raise UnsafeStoreError(
+                f"Workers under the same name run in another mode ({', '.join(found[:3])}).",
+                hint="use one mode everywhere, or another name=; after a deploy that changes it, this ends with the last "
+                "of the old workers.",
+            )
 
     def _unpublished_jobs(self) -> Sequence[JobView] | None:
         try:

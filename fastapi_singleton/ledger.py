@@ -9,18 +9,23 @@ Claims that wait at the same moment share one round trip; so do endings. Interle
 - *The asker has given up waiting* (its task was cancelled). A claim that came through nevertheless is written down as
   abandoned, or it would stay `running` for as long as this worker lives.
 - *The store is away when a run ends.* Its ending waits here; the slot it ran in is free.
+- *A run ends while the next claim of its job waits.* Its ending is written first, or the claim would count it as alive.
+- *As many runs are alive as may be*, says the store. Whether they are is for whoever asks to say: a process on this host may
+  be dead, or frozen, whatever the store has last seen of it. The claim is then sent once more without the dead, or
+  written down as skipped; the store counts and enters in one step each time.
 """
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .backends import Backend, Store
 from .errors import StoreError
-from .records import Ending, Entry, Verdict, Worker
+from .processes import provably_alive, provably_dead
+from .records import Alive, Crowd, Ending, Entry, Verdict, Worker
 from .timing import Timing
 
 logger = logging.getLogger("fastapi_singleton")
@@ -79,7 +84,9 @@ class Ledger:
             await self._work.wait()
             held = False
             try:
-                # What waits to begin comes first; what has ended can wait.
+                # What waits to begin comes first; what has ended can wait, but for a claim that would count it.
+                if self._endings and not self._claimed_jobs.isdisjoint(e.entry.job for e in self._endings.values()):
+                    await self._write_endings()
                 await self._write_entries()
                 held = await self._write_endings() if not self._asked else False
                 failures = 0
@@ -107,6 +114,10 @@ class Ledger:
         self._wake()
         return asked.answer
 
+    @property
+    def _claimed_jobs(self) -> set[str]:
+        return {asked.entry.job for asked in self._asked if asked.entry.limit is not None}
+
     def _wake(self) -> None:
         self._idle.clear()
         self._work.set()
@@ -129,7 +140,7 @@ class Ledger:
         if not batch:
             return
         try:
-            verdicts = await self._backend.enter([asked.entry for asked in batch])
+            verdicts = await self._judge([asked.entry for asked in batch])
         except BaseException:
             for asked in batch:
                 asked.in_doubt = True
@@ -144,15 +155,33 @@ class Ledger:
             elif verdict is Verdict.YOURS:
                 self.end(Ending(asked.entry, "abandoned", 0.0, "its worker stopped before it began"))
 
+    async def _judge(self, entries: Sequence[Entry]) -> list[Verdict]:
+        """Enter them, those that find too many runs alive as skipped."""
+        answers: dict[int, Verdict | Crowd] = dict(enumerate(await self._backend.enter(entries)))
+        crowds = _crowds(answers)
+        if beside := {run.worker for crowd in crowds.values() for run in crowd.alive if not _counts(run)}:
+            again = await self._backend.enter([entries[i] for i in crowds], beside)
+            answers.update(zip(crowds, again, strict=True))
+            crowds = _crowds(answers)
+        if crowds:
+            skipped = await self._backend.enter([_as_skipped(entries[i], crowd) for i, crowd in crowds.items()])
+            answers.update(
+                (i, Verdict.FULL if verdict is Verdict.WRITTEN else verdict)
+                for i, verdict in zip(crowds, skipped, strict=True)
+            )
+        return [answer for answer in answers.values() if isinstance(answer, Verdict)]
+
     def _next_batch(self) -> list[_Asked]:
-        """As many as fit, no two for the same tick and attempt: one statement cannot judge between those."""
-        batch: dict[tuple[object, ...], _Asked] = {}
+        """As many as fit, no two that one statement could not judge between: for the same tick and attempt, or for the
+        same job if runs of it are counted."""
+        batch: dict[object, _Asked] = {}
         later: list[_Asked] = []
         while self._asked and len(batch) < _BATCH:
             asked = self._asked.popleft()
             if asked.answer.done() and not asked.in_doubt:
                 continue
-            if batch.setdefault(asked.entry.key, asked) is not asked:
+            key = asked.entry.key if asked.entry.limit is None else asked.entry.job
+            if batch.setdefault(key, asked) is not asked:
                 later.append(asked)
         self._asked.extendleft(reversed(later))
         return list(batch.values())
@@ -162,7 +191,7 @@ class Ledger:
 async def open_ledger(store: Store, name: str, timing: Timing) -> AsyncIterator[tuple[Backend, Ledger]]:
     """The ledger of a fleet for somebody who does not want to lead it, and is seen in it while this lasts, so that no run
     of its is given up. What was written is flushed at the end."""
-    backend = store.open(name, Worker.here(), timing)
+    backend = store.open(name, Worker.here(role="guest"), timing)
     ledger = Ledger(backend, timing)
     tasks: list[asyncio.Task[None]] = []
     try:
@@ -177,6 +206,21 @@ async def open_ledger(store: Store, name: str, timing: Timing) -> AsyncIterator[
         await asyncio.gather(*tasks, return_exceptions=True)
         await backend.close()
         backend.forfeit()
+
+
+def _crowds(answers: Mapping[int, Verdict | Crowd]) -> dict[int, Crowd]:
+    return {i: answer for i, answer in answers.items() if isinstance(answer, Crowd)}
+
+
+def _counts(run: Alive) -> bool:
+    """Whether a run is to be taken for alive: its worker was seen within its lease and is not known to be dead, or it was
+    not and is known to live."""
+    return not provably_dead(run.process) if run.seen else provably_alive(run.process)
+
+
+def _as_skipped(entry: Entry, crowd: Crowd) -> Entry:
+    where = ", ".join(sorted({run.worker for run in crowd.alive}))
+    return replace(entry, outcome="skipped", error=f"max_instances={entry.limit} runs of it were alive, on {where}")
 
 
 async def _stay(backend: Backend, timing: Timing) -> None:

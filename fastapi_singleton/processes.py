@@ -1,4 +1,4 @@
-"""Which process a worker is, beyond doubt, and whether it has died.
+"""Which process a worker is, beyond doubt, and whether it lives.
 
 A hostname and a pid prove nothing: two containers can show the same hostname, boot id and pid. Only where the boot, the
 process namespace, the pid and its start time are all known can one process say of another that it is gone.
@@ -17,12 +17,21 @@ def identity(pid: int | None = None) -> str:
 
 def provably_dead(process: str) -> bool:
     """Whether the process so named is gone. False where it lives, or where that cannot be known from here."""
+    return _lives(process) is False
+
+
+def provably_alive(process: str) -> bool:
+    """Whether the process so named is there, be it frozen. False where it is gone, or where that cannot be known from here."""
+    return _lives(process) is True
+
+
+def _lives(process: str) -> bool | None:
     boot, _, rest = process.partition("/")
     namespace, _, rest = rest.partition("/")
     pid, _, start = rest.partition("/")
     if not pid.isdecimal() or not start or boot != _boot() or namespace != _namespace():
-        return False
-    return _start_time(int(pid)) != start
+        return None
+    return _start_time(int(pid)) == start
 
 
 def _boot() -> str:

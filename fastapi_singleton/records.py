@@ -14,6 +14,14 @@ from .processes import identity
 
 Outcome = Literal["running", "succeeded", "failed", "missed", "skipped", "abandoned"]
 Cause = Literal["schedule", "catch_up", "rerun", "manual"]
+Role = Literal[
+    "leader", "standby", "racer", "guest"
+]  # a guest has runs in the ledger, and no part in who runs the jobs
+
+# How a run ends that was given up because its worker was not seen any more. The second says that the worker's process lives
+# nevertheless, frozen perhaps, so that its run still counts as one that is alive.
+GONE = "its worker is gone"
+SILENT = "its worker does not answer, but lives"
 
 
 def run_id(name: str, job: str, tick: datetime, attempt: int) -> str:
@@ -32,21 +40,37 @@ class Worker:
     started_at: datetime
     version: str = ""  # a digest of the jobs it knows: two of them in one fleet mean that a deploy is under way
     process: str = ""  # which process of which machine it is, as far as the operating system tells
+    role: Role = "standby"  # while it does not lead
 
     @classmethod
-    def here(cls, version: str = "") -> "Worker":
+    def here(cls, version: str = "", role: Role = "standby") -> "Worker":
         """This process, with a new identity. Made inside the lifespan: what is made at import is shared by preloaded workers."""
         hostname, pid = socket.gethostname(), os.getpid()
-        return cls(f"{hostname}:{pid}:{uuid.uuid4().hex[:8]}", hostname, pid, datetime.now(UTC), version, identity())
+        worker = f"{hostname}:{pid}:{uuid.uuid4().hex[:8]}"
+        return cls(worker, hostname, pid, datetime.now(UTC), version, identity(), role)
 
 
 @dataclass(frozen=True)
 class Term:
-    """One leadership. `token` grows with every term of that name, so that a store can refuse whoever led before."""
+    """One leadership. `token` grows with every term of that name, so that a store can refuse whoever led before. In a race
+    every worker runs the jobs, and the claim alone decides: a term is then merely this worker's part in it."""
 
     name: str
     token: int
     worker: str
+
+    @classmethod
+    def race(cls, name: str, worker: str) -> "Term":
+        return cls(name, 0, worker)
+
+    @property
+    def is_race(self) -> bool:
+        return self.token == 0
+
+    @property
+    def fence(self) -> int | None:
+        """What is claimed under it carries this: nothing can be claimed any more once a newer one is known."""
+        return None if self.is_race else self.token
 
 
 @dataclass(frozen=True)
@@ -64,7 +88,7 @@ class WorkerView:
     worker: str
     hostname: str
     pid: int
-    role: Literal["leader", "standby"]
+    role: Role
     started_at: datetime
     last_seen_at: datetime
     version: str = ""
@@ -87,7 +111,8 @@ class Run:
 class Entry:
     """A tick and attempt to be written into the ledger: as `running` it is claimed, otherwise it says why nothing runs.
 
-    A claim that reaches the ledger after `latest`, by the store's clock, is entered as missed.
+    A claim that reaches the ledger after `latest`, by the store's clock, is entered as missed. While `limit` runs of the
+    job are alive, of other ticks, it is not entered at all.
     """
 
     name: str
@@ -99,6 +124,7 @@ class Entry:
     outcome: Literal["running", "skipped", "missed"] = "running"
     error: str | None = None
     latest: datetime | None = None
+    limit: int | None = None
     nonce: str = field(default_factory=lambda: os.urandom(16).hex(), repr=False)
 
     @cached_property
@@ -119,6 +145,24 @@ class Verdict(Enum):
     PRUNED = "pruned"  # so old that a row for it may have been deleted
     EARLY = "early"  # not yet due by the store's clock: ask again
     LOST = "lost"  # the term is over
+    FULL = "full"  # entered as skipped: as many runs of the job were alive as may be
+
+
+@dataclass(frozen=True)
+class Alive:
+    """A run that has not ended, as far as the ledger knows: its worker, which process that is, and whether it was seen
+    within its lease."""
+
+    worker: str
+    process: str
+    seen: bool
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """The answer to a claim that was not entered, because of these runs."""
+
+    alive: tuple[Alive, ...]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from .jobs import current_run
 from .ledger import Ledger
 from .locks import Lock, check_wait, hold
 from .once import run_once
+from .racing import Racer
 from .records import BackendView, Fleet, RunView, Status, Term, Worker
 from .scheduling import SchedulerDuties
 from .tasks import TaskDuties, TaskFunction
@@ -32,7 +33,8 @@ _LAST_REQUEST = 5.0  # what a stopping worker waits for a store that does not an
 
 
 class Singleton:
-    """One leader among all workers that share a store and a `name`; the scheduler runs there and nowhere else.
+    """One leader among all workers that share a store and a `name`; the scheduler runs there and nowhere else. With
+    `mode="race"` it runs in every worker, and each tick in the one that claims it first.
 
     Constructing it checks the configuration and connects nowhere. The lifespan does the rest, and never raises because
     the store is away.
@@ -56,8 +58,8 @@ class Singleton:
             raise ConfigurationError(
                 f"name={name!r} cannot name a fleet.", hint="use a short text, the same in every worker, such as 'app'."
             )
-        if mode != "leader":
-            raise ConfigurationError(f"mode={mode!r} is not available.", hint="use mode='leader'.")
+        if mode not in ("leader", "race"):
+            raise ConfigurationError(f"mode={mode!r} is unknown.", hint="use mode='leader' or mode='race'.")
         for label, seconds in (("catch_up", catch_up), ("drain", drain), ("keep_runs", keep_runs)):
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= _LONGEST:
                 raise ConfigurationError(
@@ -77,7 +79,12 @@ class Singleton:
             url = url or os.environ.get(URL_VARIABLE) or None
         self._by_default = url is None and connect is None
         self._store = find_store(url, connect)
-        self._duties = SchedulerDuties(scheduler, catch_up, keep_runs) if scheduler is not None else None
+        self._racing = mode == "race"
+        if self._racing and scheduler is None:
+            raise ConfigurationError("mode='race' needs a scheduler.", hint="pass one, or use mode='leader' to elect.")
+        self._duties = (
+            SchedulerDuties(scheduler, catch_up, keep_runs, racing=self._racing) if scheduler is not None else None
+        )
         self._tasks = TaskDuties()
         self._said_disjoint = False
         self._worker: Worker | None = None
@@ -89,8 +96,9 @@ class Singleton:
 
     @property
     def term(self) -> Term | None:
-        """This worker's term, now; None as soon as it may no longer trust in it. Safe to read from any thread."""
-        return self._elector.term if self._elector is not None else None
+        """This worker's term, now; None as soon as it may no longer trust in it, and always in a race. Safe to read from
+        any thread."""
+        return self._elector.term if self._elector is not None and not self._racing else None
 
     @property
     def is_leader(self) -> bool:
@@ -114,7 +122,8 @@ class Singleton:
                 URL_VARIABLE,
             )
         # Made here, not at import: preloaded workers share what was made before they were forked.
-        worker = Worker.here(self._duties.version if self._duties is not None else "")
+        version = self._duties.version if self._duties is not None else ""
+        worker = Worker.here(version, "racer" if self._racing else "standby")
         if not self._enabled:
             logger.info("fastapi_singleton is disabled: no election, and the scheduler is not started")
             self._worker = worker
@@ -125,7 +134,12 @@ class Singleton:
             return
         backend = self._store.open(self._name, worker, self._timing)
         duties = [self._duties] if self._duties is not None else []
-        elector = Elector(backend, self._timing, SeveralDuties(*duties, self._tasks))
+        all_duties = SeveralDuties(*duties, self._tasks)
+        if self._racing:
+            part = Term.race(self._name, worker.worker)
+            elector: Elector = Racer(backend, self._timing, all_duties, term=part)
+        else:
+            elector = Elector(backend, self._timing, all_duties)
         ledger = Ledger(backend, self._timing)
         if self._duties is not None:
             self._duties.open(self._name, self._timing.lease, lambda: elector.term, backend, ledger)
@@ -189,14 +203,14 @@ class Singleton:
             leader = leader if self.is_leader else None
         problems = tuple(self._problems())
         return Status(
-            status="degraded" if problems else "ok" if leader is not None else "no_leader",
+            status="degraded" if problems else "ok" if leader is not None or self._racing else "no_leader",
             problems=problems,
             answered_by=self._worker.worker if self._worker is not None else "",
             name=self._name,
             mode=self._mode,
             backend=BackendView(self._store.kind, elector is not None and elector.reachable, self._store.detail),
             lease_seconds=self._timing.lease,
-            worst_case_failover_seconds=self._timing.worst_case_failover,
+            worst_case_failover_seconds=0.0 if self._racing else self._timing.worst_case_failover,
             leader=leader,
             workers=fleet.workers,
             versions=tuple(sorted({worker.version for worker in fleet.workers if worker.version})),
@@ -225,7 +239,7 @@ class Singleton:
 
     def _is_disjoint(self) -> bool:
         """Whether the fleet's leader is of another service: it runs jobs, and none of this worker's."""
-        if self._duties is None or self._backend is None or self.is_leader:
+        if self._duties is None or self._backend is None or self.is_leader or self._racing:
             return False
         led = {job.id for job in self._backend.fleet.jobs}
         return bool(led and self._duties.names and led.isdisjoint(self._duties.names))
@@ -239,6 +253,11 @@ class Singleton:
     def task(self, func: TaskFunction) -> TaskFunction:
         """`@singleton.task` on a coroutine function: it runs in the worker that leads and nowhere else, is cancelled when
         the leadership ends, and is started again, with growing pauses, when it fails."""
+        if self._racing:
+            raise ConfigurationError(
+                "@singleton.task needs a leader, and mode='race' has none.",
+                hint="use mode='leader', or a second Singleton with a name of its own.",
+            )
         self._tasks.add(func)
         return func
 

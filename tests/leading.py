@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from fastapi_singleton.backends import find_store
@@ -18,9 +19,11 @@ from .conftest import eventually
 class Leading:
     """One worker. `trusted` may be taken from it and given back; `steal` lets another worker lead meanwhile."""
 
-    def __init__(self, url: str, name: str = "unit", lease: float = 30.0) -> None:
+    def __init__(self, url: str, name: str = "unit", lease: float = 30.0, process: str | None = None) -> None:
         self.name, self.timing = name, Timing(lease)
         self.worker = Worker.here()
+        if process is not None:  # as if it were that one
+            self.worker = replace(self.worker, process=process)
         self.store = find_store(url, None)
         self.backend: Any = self.store.open(name, self.worker, self.timing)
         self.ledger = Ledger(self.backend, self.timing)
@@ -64,10 +67,10 @@ class Leading:
         """The next claim is (or is not) executed, but its reply never comes, and the connection is gone."""
         backend, enter = self.backend, self.backend.enter
 
-        async def lose_it(entries: Any) -> Any:
+        async def lose_it(*arguments: Any) -> Any:
             backend.enter = enter
             if executed:
-                await enter(entries)
+                await enter(*arguments)
             backend.forfeit()
             if meanwhile is not None:
                 await meanwhile()

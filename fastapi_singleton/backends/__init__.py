@@ -8,13 +8,14 @@ Rules of the seam:
 - `fleet` and `now` are refreshed by `acquire`, `renew`, `attend` and `look` alone; reading them asks nobody.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from ..errors import ConfigurationError
 from ..records import (
+    Crowd,
     Cut,
     Ending,
     Entry,
@@ -53,8 +54,8 @@ class Backend(Protocol):
     async def look(self) -> None:
         """Refresh `fleet` for somebody who is not of it: takes nothing, leaves no trace."""
 
-    async def attend(self) -> None:
-        """Show that this worker is alive, without trying to lead: its runs are not given up."""
+    async def attend(self, jobs: Sequence[JobView] | None = None) -> None:
+        """Show that this worker is alive, without trying to lead: its runs are not given up. Publish its jobs if given."""
 
     async def acquire(self) -> Term | None:
         """Show that this worker is alive and try to lead: a new term, or None while somebody else leads."""
@@ -77,10 +78,11 @@ class Backend(Protocol):
     async def close(self) -> None:
         """Leave the fleet and let go of the connection. Bounded, and never raises because the store is away."""
 
-    async def enter(self, entries: Sequence[Entry]) -> list[Verdict]:
+    async def enter(self, entries: Sequence[Entry], beside: Collection[str] = ()) -> list[Verdict | Crowd]:
         """Write ticks into the ledger, all in one round trip; one verdict for each, in their order. An entry without a
         token is judged by its row alone. Sending the same entries again, on whatever session, is how a lost reply is
-        resolved. No two may have the same key."""
+        resolved. No two may have the same key. Where a claim has a limit, it is counted and entered in one step; runs of
+        the workers `beside` do not count."""
 
     async def finish(self, endings: Sequence[Ending]) -> set[str]:
         """Write down how runs ended. Returns the nonces of those whose row somebody holds just now: try them again."""
@@ -97,8 +99,12 @@ class Backend(Protocol):
     async def note(self, term: Term, changes: Sequence[JobChange]) -> None:
         """Change what the fleet remembers of jobs."""
 
-    async def sweep(self, term: Term) -> int:
-        """Give up the unfinished runs of workers that have not been seen for a whole lease; how many."""
+    async def unseen(self, term: Term) -> dict[str, str]:
+        """Workers that have not been seen for a whole lease, with runs that count as alive; which process each is."""
+
+    async def sweep(self, term: Term, silent: Collection[str] = ()) -> int:
+        """Give up the unfinished runs of workers that have not been seen for a whole lease; how many. Those of the `silent`
+        ones still count as alive, those of the others no longer."""
 
     async def cut(self, term: Term, jobs: Sequence[str], attempts: int, within: float) -> list[Cut]:
         """The given jobs' runs that were given up within the last so many seconds, of fewer attempts, not yet repeated."""

@@ -1,5 +1,6 @@
 """What every store reads and writes in the same form: documents of the fleet, its jobs and its runs."""
 
+import json
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -23,7 +24,7 @@ def worker_view(document: Mapping[str, Any], leader: LeaderView | None) -> Worke
         document["worker"],
         document["hostname"],
         document["pid"],
-        "leader" if leader is not None and leader.worker == document["worker"] else "standby",
+        "leader" if leader is not None and leader.worker == document["worker"] else document.get("role", "standby"),
         parse_time(document["started_at"]),
         parse_time(document["last_seen_at"]),
         document["version"],
@@ -33,6 +34,11 @@ def worker_view(document: Mapping[str, Any], leader: LeaderView | None) -> Worke
 def job_document(job: JobView) -> dict[str, Any]:
     next_run_at = job.next_run_at.isoformat() if job.next_run_at else None
     return {"id": clean(job.id), "trigger": clean(job.trigger), "next_run_at": next_run_at, "paused": job.paused}
+
+
+def published(jobs: Iterable[JobView] | None) -> str | None:
+    """The leader's jobs as they are shown to the fleet."""
+    return None if jobs is None else json.dumps([job_document(job) for job in jobs])
 
 
 def job_view(document: Mapping[str, Any], last: Mapping[str, RunView]) -> JobView:

@@ -12,10 +12,17 @@ from collections.abc import Callable, Sequence
 from datetime import UTC
 from typing import Any
 
-from apscheduler.events import EVENT_JOB_MISSED, EVENT_JOB_REMOVED, JobExecutionEvent
+from apscheduler.events import (
+    EVENT_JOB_ADDED,
+    EVENT_JOB_MAX_INSTANCES,
+    EVENT_JOB_MISSED,
+    EVENT_JOB_REMOVED,
+    JobExecutionEvent,
+    JobSubmissionEvent,
+)
 
 from ..backends import Backend
-from ..catching_up import fingerprint
+from ..catching_up import fingerprint, has_jitter
 from ..election import Duties
 from ..errors import ConfigurationError
 from ..jobs import policy_of
@@ -26,6 +33,7 @@ from . import stock
 from .gate import Gate, NotRun
 from .guard import Guard
 from .names import Names
+from .settling import Settling
 from .succession import Succession
 
 logger = logging.getLogger("fastapi_singleton")
@@ -36,12 +44,15 @@ _LAST_WORDS = 0.5
 class SchedulerDuties(Duties):
     """Runs the user's scheduler while this worker leads: `open` at the lifespan's start, `close` at its end."""
 
-    def __init__(self, scheduler: Any, catch_up: float, keep_runs: float) -> None:
+    def __init__(self, scheduler: Any, catch_up: float, keep_runs: float, *, racing: bool = False) -> None:
         stock.check_scheduler(scheduler)
+        if racing:
+            stock.check_for_race(scheduler)
         self.scheduler = scheduler
         self.problems: list[str] = []
         self._catch_up = catch_up
         self._keep_runs = keep_runs
+        self._racing = racing
         self._names = Names(scheduler)
         self._definitions: list[tuple[stock.Pending, dict[str, Any]]] = []
         self._guards: dict[str, Guard] = {}
@@ -53,6 +64,8 @@ class SchedulerDuties(Duties):
         """Put the guard in place. `trusted` tells, from any thread, whether this worker leads."""
         scheduler = self.scheduler
         stock.check_scheduler(scheduler)
+        if self._racing:
+            stock.check_for_race(scheduler)
         self._define()
         explicit = {
             job.id: state["next_run_time"] for (job, _, _), state in self._definitions if state.get("next_run_time")
@@ -60,9 +73,11 @@ class SchedulerDuties(Duties):
         self._gate = Gate(name, scheduler, self._names, self._catch_up, trusted, ledger)
         self._now = backend.now
         self._guards.clear()
+        self._settling = Settling(self._gate, scheduler, backend.now, lease, explicit, racing=self._racing)
         self._succession = Succession(
-            self._gate, self._executor, scheduler, backend, ledger, lease, self._keep_runs, explicit
-        )
+            self._gate, self._executor, scheduler, backend, ledger, lease, self._keep_runs, self._settling,
+            racing=self._racing,
+        )  # fmt: skip
         # Instance attributes shadow the class's methods; `close` takes them away again.
         scheduler._lookup_executor = self._executor
         scheduler._dispatch_event = self._dispatch
@@ -113,11 +128,11 @@ class SchedulerDuties(Duties):
         return hashlib.blake2b("\n".join(lines).encode("utf-8", "replace"), digest_size=4).hexdigest()
 
     async def take_up(self, term: Term) -> None:
-        at, afresh = self._now(), not self.scheduler.running
-        if afresh:
+        started_at = None if self.scheduler.running else self._now()
+        if started_at is not None:
             stock.start_paused(self.scheduler)
         self._gate.accepting = True
-        self._succession.begin(term, at, afresh=afresh)
+        self._succession.begin(term, started_at)
 
     def lay_down(self) -> None:
         self._gate.accepting = False
@@ -176,6 +191,17 @@ class SchedulerDuties(Duties):
             stock.restore(job, state)
         scheduler._pending_jobs[:] = [entry for entry, _ in self._definitions]
 
+    def _join_race(self, event: Any) -> None:
+        """A job was added while the others run."""
+        job = self.scheduler._lookup_job(event.job_id, event.jobstore)[0]
+        if has_jitter(job.trigger):
+            problem = f"The job {job.id} has a jitter, and is not run. Hint: {stock.NO_JITTER}"
+            logger.error("%s", problem)
+            self.problems.append(problem)
+            self.scheduler.pause_job(job.id, event.jobstore)
+        else:
+            self._settling.align(job)
+
     def _executor(self, alias: str) -> Guard:
         executor = self.scheduler._executors.get(alias)
         guard = self._guards.get(alias)
@@ -188,6 +214,9 @@ class SchedulerDuties(Duties):
         match getattr(event, "retval", None):
             case NotRun.TOO_LATE:
                 event = JobExecutionEvent(EVENT_JOB_MISSED, event.job_id, event.jobstore, event.scheduled_run_time)
+            case NotRun.FULL:
+                ticks = [event.scheduled_run_time]
+                event = JobSubmissionEvent(EVENT_JOB_MAX_INSTANCES, event.job_id, event.jobstore, ticks)
             case NotRun():
                 return
         if event.code == EVENT_JOB_REMOVED:
@@ -195,4 +224,6 @@ class SchedulerDuties(Duties):
                 self._names.done(event.job_id)
             else:
                 self._succession.removed(self._names.removed(event.job_id))
+        if event.code == EVENT_JOB_ADDED and self._racing and self._gate.accepting:
+            self._join_race(event)
         type(self.scheduler)._dispatch_event(self.scheduler, event)

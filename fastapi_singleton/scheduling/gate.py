@@ -34,6 +34,7 @@ class NotRun(Enum):
     REFUSED = "this worker no longer leads"
     TAKEN = "it has been run or accounted for"
     TOO_LATE = "it is older than it may be"
+    FULL = "as many runs of it are alive as max_instances allows"
 
 
 @dataclass(frozen=True)
@@ -68,18 +69,33 @@ class Gate:
         self._ledger = ledger
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._under_way: set[Submission] = set()
+        self._submissions: dict[str, set[Submission]] = {}
+        self._changing = threading.Lock()
 
     @property
     def under_way(self) -> int:
         """How many submissions have not made all their calls."""
-        return len(self._under_way)
+        with self._changing:
+            return sum(map(len, self._submissions.values()))
 
-    def submitted(self, calls: int) -> "Submission":
+    def submitted(self, key: str, calls: int) -> "Submission":
         """Count a submission as under way until it has made all its calls, or was withdrawn."""
-        submission = Submission(calls, self._under_way)
-        self._under_way.add(submission)
+        submission = Submission(self, key, calls)
+        with self._changing:
+            self._submissions.setdefault(key, set()).add(submission)
         return submission
+
+    def withdraw(self, submission: "Submission") -> None:
+        with self._changing:
+            of_job = self._submissions.get(submission.key, set())
+            of_job.discard(submission)
+            if not of_job:
+                self._submissions.pop(submission.key, None)
+
+    def waiting(self, key: str) -> int:
+        """How many submissions of the job wait for a slot or a verdict: whether they run at all is yet to be seen."""
+        with self._changing:
+            return sum(not submission.runs for submission in self._submissions.get(key, ()))
 
     async def admit(self, key: str, job: Any, due: Due) -> Entry | NotRun:
         """Claim the tick, or say why it must not run here and now."""
@@ -87,7 +103,9 @@ class Gate:
         if term is None or not self.accepting:
             return _not_run(job, due, NotRun.REFUSED)
         latest = due.latest or due.tick + timedelta(seconds=self.latest_start(job))
-        entry = Entry(self._name, key, due.tick, due.attempt, due.cause, term.token, latest=latest)
+        entry = Entry(
+            self._name, key, due.tick, due.attempt, due.cause, term.fence, latest=latest, limit=job.max_instances
+        )
         verdict = await self._ledger.enter(entry)
         while verdict is Verdict.EARLY and self._trusted() == term and self.accepting:
             await asyncio.sleep(0.05)  # the trigger runs ahead of the store
@@ -104,6 +122,8 @@ class Gate:
                 return _not_run(job, due, NotRun.TOO_LATE)
             case Verdict.TAKEN | Verdict.PRUNED:
                 return _not_run(job, due, NotRun.TAKEN)
+            case Verdict.FULL:
+                return _not_run(job, due, NotRun.FULL)
             case _:
                 return _not_run(job, due, NotRun.REFUSED)
 
@@ -119,9 +139,9 @@ class Gate:
         except (asyncio.CancelledError, RuntimeError):  # the loop is closing, or closed
             return NotRun.REFUSED
 
-    def recorded(self, entry: Entry) -> "Recorded":
+    def recorded(self, entry: Entry, submission: "Submission") -> "Recorded":
         """While the block lasts this is the current run; how it ends is written down."""
-        return Recorded(self, entry)
+        return Recorded(self, entry, submission)
 
     def end(self, ending: Ending) -> None:
         if threading.get_ident() == self._loop_thread:
@@ -139,7 +159,7 @@ class Gate:
             return
         key = self.names.of(job)
         entries = [
-            Entry(self._name, key, tick.astimezone(UTC), token=term.token, outcome="skipped", error=reason)
+            Entry(self._name, key, tick.astimezone(UTC), token=term.fence, outcome="skipped", error=reason)
             for tick in ticks
         ]
         self._loop.call_soon_threadsafe(self._ledger.remark, entries)
@@ -153,13 +173,15 @@ class Gate:
 
 
 class Submission:
-    """Some calls that an executor is to make, one after the other."""
+    """Some calls of one job that an executor is to make, one after the other."""
 
-    __slots__ = ("_left", "_under_way")
+    __slots__ = ("_gate", "_left", "key", "runs")
 
-    def __init__(self, calls: int, under_way: "set[Submission]") -> None:
+    def __init__(self, gate: Gate, key: str, calls: int) -> None:
+        self._gate = gate
         self._left = calls
-        self._under_way = under_way
+        self.key = key
+        self.runs = False
 
     def made(self) -> None:
         """One of the calls has been made. They follow each other, so that no lock is needed."""
@@ -168,20 +190,22 @@ class Submission:
             self.withdraw()
 
     def withdraw(self) -> None:
-        self._under_way.discard(self)
+        self._gate.withdraw(self)
 
 
 class Recorded:
     """A claimed run, from its beginning to its end."""
 
-    __slots__ = ("_began", "_entry", "_gate", "_token")
+    __slots__ = ("_began", "_entry", "_gate", "_submission", "_token")
 
-    def __init__(self, gate: Gate, entry: Entry) -> None:
+    def __init__(self, gate: Gate, entry: Entry, submission: Submission) -> None:
         self._gate = gate
         self._entry = entry
+        self._submission = submission
 
     def __enter__(self) -> Run:
         entry = self._entry
+        self._submission.runs = True
         run = Run(entry.id, entry.job, entry.tick, entry.attempt, entry.token, entry.nonce)
         self._token: Token[Run | None] = enter_run(run)
         self._began = boot_clock()
@@ -190,6 +214,7 @@ class Recorded:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         seconds = boot_clock() - self._began
         leave_run(self._token)
+        self._submission.runs = False
         if error is None:
             ending = Ending(self._entry, "succeeded", seconds)
         elif self._gate.closing and isinstance(error, asyncio.CancelledError):

@@ -3,7 +3,8 @@
 The scheduler asks `_lookup_executor` where to send a due job, and gets that executor behind a guard. The guard hands it a
 stand-in for the job whose function is ours. It is called in the slot, once for each tick, and claims the tick immediately
 before it calls the user's function: a batch claimed ahead would be a batch of claimed, never run ticks after a kill.
-`max_instances`, `coalesce`, events and logs stay APScheduler's own.
+`coalesce`, events and logs stay APScheduler's own; so does `max_instances` for the runs of this worker, and the claim counts
+those of the whole fleet.
 """
 
 import inspect
@@ -34,7 +35,7 @@ class _StandIn:
 
     __slots__ = ("_job", "_jobstore_alias", "args", "func", "id", "kwargs", "max_instances", "misfire_grace_time")
 
-    def __init__(self, job: Any, func: Callable[..., Any]) -> None:
+    def __init__(self, job: Any, func: Callable[..., Any], waiting: int) -> None:
         self._job = job
         self.func = func
         # Lateness is judged by the claim; judged by APScheduler, a tick would vanish without our knowing.
@@ -43,7 +44,8 @@ class _StandIn:
         self.id = job.id
         self.args = job.args
         self.kwargs = job.kwargs
-        self.max_instances = job.max_instances
+        # APScheduler counts submissions, and those that wait for their verdict are not runs yet.
+        self.max_instances = job.max_instances + waiting
         self._jobstore_alias = job._jobstore_alias
 
     def __getattr__(self, name: str) -> Any:
@@ -88,10 +90,12 @@ class Guard:
     def submit(self, job: Any, due: Sequence[Due]) -> None:
         if self._is_of_another_version(job):
             return
-        submission = self._gate.submitted(len(due))
-        guarded = self._guarded(self._gate.names.of(job), job, iter(due), submission)
+        key = self._gate.names.of(job)
+        waiting = self._gate.waiting(key)
+        submission = self._gate.submitted(key, len(due))
+        guarded = self._guarded(key, job, iter(due), submission)
         try:
-            self._slots.submit_job(_StandIn(job, guarded), [each.tick for each in due])
+            self._slots.submit_job(_StandIn(job, guarded, waiting), [each.tick for each in due])
         except BaseException:
             submission.withdraw()
             raise
@@ -117,7 +121,7 @@ class Guard:
                     claimed = await gate.admit(key, job, next(due))
                     if isinstance(claimed, NotRun):
                         return claimed
-                    with gate.recorded(claimed):
+                    with gate.recorded(claimed, submission):
                         return await func(*args, **kwargs)
                 finally:
                     submission.made()
@@ -131,7 +135,7 @@ class Guard:
                 claimed = gate.admit_from_thread(key, job, next(due))
                 if isinstance(claimed, NotRun):
                     return claimed
-                with gate.recorded(claimed) as run:
+                with gate.recorded(claimed, submission) as run:
                     return call(run, func, args, kwargs)
             finally:
                 submission.made()

@@ -1,6 +1,6 @@
 """What is used of APScheduler's insides, in one place. The private names, each pinned by a test:
 
-scheduler `_lookup_executor`, `_dispatch_event`, `_real_add_job`, `_process_jobs`, `_pending_jobs`, `_executors`,
+scheduler `_lookup_executor`, `_lookup_job`, `_dispatch_event`, `_real_add_job`, `_process_jobs`, `_pending_jobs`, `_executors`,
 `_jobstores`; executor `_pool`; job store `_reconstitute_job`; `Job.__slots__`; the global `datetime` that `_process_jobs`
 reads its clock from.
 """
@@ -26,6 +26,7 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.schedulers.base import BaseScheduler
 from apscheduler.triggers.date import DateTrigger
 
+from ..catching_up import has_jitter
 from ..errors import ConfigurationError
 
 logger = logging.getLogger("fastapi_singleton")
@@ -52,6 +53,24 @@ def check_scheduler(scheduler: Any) -> None:
             "The scheduler is already running in this worker.",
             hint="remove scheduler.start(): fastapi_singleton starts it in the worker that leads.",
         )
+
+
+NO_JITTER = "in mode='race' all workers must agree on the ticks: leave out jitter=, or use mode='leader'."
+
+
+def check_for_race(scheduler: Any) -> None:
+    """Refuse what cannot be raced for: ticks that differ from worker to worker, and a store that shows each tick to one
+    worker alone, with whose death it would be lost."""
+    for alias in scheduler._jobstores:
+        if is_shared(scheduler, alias):
+            raise ConfigurationError(
+                f"The job store {alias!r} cannot be used in mode='race'.",
+                hint="there every worker keeps its jobs in memory and fires them itself: leave the job store out, or use "
+                "mode='leader'.",
+            )
+    for job, _, _ in scheduler._pending_jobs:
+        if has_jitter(job.trigger):
+            raise ConfigurationError(f"The job {job.name} has a jitter.", hint=NO_JITTER)
 
 
 def job_key(job: Any, *, shared: bool = False) -> str:

@@ -14,16 +14,17 @@ from typing import Any
 from apscheduler.events import EVENT_JOB_SUBMITTED, JobSubmissionEvent
 from apscheduler.executors.base import MaxInstancesReachedError
 
-from .. import catching_up
 from ..backends import Backend
 from ..errors import StoreError
 from ..jobs import policy_of
 from ..ledger import Ledger
-from ..records import Entry, JobChange, JobNote, JobState, Term
+from ..processes import provably_alive
+from ..records import Entry, JobChange, JobState, Term
 from ..timing import boot_clock
 from . import stock
 from .gate import Due, Gate
 from .guard import Guard
+from .settling import Settling
 
 logger = logging.getLogger("fastapi_singleton")
 
@@ -37,7 +38,7 @@ class Succession:
 
     def __init__(
         self, gate: Gate, executor: Callable[[str], Guard], scheduler: Any, backend: Backend, ledger: Ledger,
-        lease: float, keep_runs: float, explicit: dict[str, datetime],
+        lease: float, keep_runs: float, settling: Settling, *, racing: bool,
     ) -> None:  # fmt: skip
         self._gate = gate
         self._executor = executor
@@ -46,7 +47,8 @@ class Succession:
         self._ledger = ledger
         self._lease = lease
         self._keep_runs = keep_runs
-        self._explicit = explicit  # ticks the application asked for beside the trigger's, by job id
+        self._settling = settling
+        self._racing = racing
         self._paused: dict[str, bool] = {}
         self._removed: set[str] = set()
         self._repeating: set[tuple[str, datetime, int]] = set()
@@ -54,15 +56,15 @@ class Succession:
         self._term: Term | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    def begin(self, term: Term, at: datetime, *, afresh: bool) -> None:
-        """A term begins, by the store's clock at that time; `afresh`: the scheduler was started for it, not resumed."""
+    def begin(self, term: Term, started_at: datetime | None) -> None:
+        """A term begins. `started_at` tells when the scheduler was started for it, by the store's clock, and is None if it
+        was resumed."""
         self._term = term
-        self._began_at = at
         self._paused.clear()
         self._repeating.clear()
         self._removed.clear()
         self._tidied_at = 0.0
-        self._tasks = [asyncio.create_task(self._take_over(term, afresh))]
+        self._tasks = [asyncio.create_task(self._take_over(term, started_at))]
 
     def end(self) -> None:
         """The term is over: whatever is still being prepared under it stops."""
@@ -85,10 +87,11 @@ class Succession:
 
     # -- taking over -------------------------------------------------------------------------------------------------
 
-    async def _take_over(self, term: Term, afresh: bool) -> None:
+    async def _take_over(self, term: Term, started_at: datetime | None) -> None:
         try:
             jobs = self._jobs()
             states = await self._meet(term, jobs)
+            await self._sweep(term)  # before anything is claimed: runs of the dead must not count
             now = self._backend.now()
             known = await self._known(term, jobs, states, now)
             due: list[tuple[Any, list[Due]]] = []
@@ -96,7 +99,7 @@ class Succession:
             for key, job in jobs.items():
                 await asyncio.sleep(0)  # renewals and requests go on between any two jobs
                 try:
-                    ticks, reasons = self._settle(term, job, states[key], known[key], now, afresh)
+                    ticks, reasons = self._settling.settle(term, job, states[key], known[key], now, started_at)
                 except Exception:
                     logger.exception("Job %s could not be caught up on", key)
                     continue
@@ -121,12 +124,7 @@ class Succession:
         return {self._gate.names.of(job): job for job in jobs}
 
     async def _meet(self, term: Term, jobs: dict[str, Any]) -> dict[str, JobState]:
-        notes = [
-            JobNote(
-                key, catching_up.fingerprint(job.trigger), catching_up.anchor(job.trigger), job.next_run_time is None
-            )
-            for key, job in jobs.items()
-        ]
+        notes = [self._settling.note(key, job) for key, job in jobs.items()]
         states: dict[str, JobState] = {}
         for chunk in _chunks(notes):
             states |= await self._backend.meet(term, chunk)
@@ -145,100 +143,6 @@ class Succession:
         for chunk in _chunks(since):
             known |= await self._backend.ticks(term, dict(chunk))
         return known
-
-    def _settle(
-        self, term: Term, job: Any, state: JobState, known: set[datetime], now: datetime, afresh: bool
-    ) -> tuple[list[Due], list[Entry]]:
-        """Bring one job up to date; what is to run of it, and what is to be written down."""
-        if state.removed:
-            logger.info("Job %s was removed, and stays so until its schedule changes or it is added again", job.id)
-            stock.remove(self._scheduler, job.id, job._jobstore_alias)
-            return [], []
-        if state.paused:
-            if job.next_run_time is not None:
-                self._scheduler.pause_job(job.id, job._jobstore_alias)
-            return [], []
-        trigger = catching_up.anchored(job.trigger, state.anchor)
-        late = self._gate.latest_start(job)
-        if catching_up.has_jitter(trigger):
-            plan = catching_up.Plan()  # its ticks are drawn anew each time it is asked
-        else:
-            plan = catching_up.plan(trigger, state.since, now, known, latest_start=late, coalesce=job.coalesce)
-        due = [Due(tick, cause="catch_up") for tick in plan.run]
-        accounted = {*known, *plan.run, *plan.coalesced, *plan.missed}
-        extra = self._off_schedule(job, state, accounted, now, late, afresh)
-        if extra is not None and extra <= now:
-            due.append(Due(extra, cause="schedule" if afresh else "catch_up"))
-        self._move_on(job, trigger, self._upcoming(job, trigger, extra, now, afresh))
-        return due, self._remarks(term, job, plan, late)
-
-    def _off_schedule(
-        self, job: Any, state: JobState, accounted: set[datetime], now: datetime, late: float, afresh: bool
-    ) -> datetime | None:
-        """A tick that the trigger does not give, if it is to run: `next_run_time=…`, `add_job(f)`, a date before the
-        first meeting. It is a different one in each worker, so it counts only if the job has not run lately anyway;
-        and an old one is shown as missed only by the first to meet the job."""
-        tick = self._explicit.get(job.id) if afresh else None
-        if tick is None:
-            if job.next_run_time is None:
-                return None
-            tick = stock.tick_of(job, job.next_run_time)
-            if tick > now or tick in accounted:
-                return None
-            if afresh and tick <= self._began_at and not stock.is_date(job):
-                return None  # worked out by a host whose clock is behind the store's
-        oldest = now - timedelta(seconds=late)
-        if any(other > oldest for other in accounted) or (tick < oldest and not state.new):
-            return None
-        return tick
-
-    def _upcoming(self, job: Any, trigger: Any, extra: datetime | None, now: datetime, afresh: bool) -> datetime | None:
-        """The next tick for the scheduler. One that it has is kept, unless it was worked out just now by the host's clock
-        and an anchor of its own."""
-        if extra is not None and extra > now:
-            return extra
-        has: datetime | None = job.next_run_time
-        kept = not afresh or stock.is_shared(self._scheduler, job._jobstore_alias)
-        if has is not None and has > now and kept and trigger is job.trigger:
-            return has
-        return catching_up.next_tick(trigger, now)
-
-    def _move_on(self, job: Any, trigger: Any, upcoming: datetime | None) -> None:
-        if upcoming is None:
-            stock.exhausted(self._scheduler, job.id, job._jobstore_alias, self._backend.now(), self._lease)
-            return
-        changes: dict[str, Any] = {}
-        if trigger is not job.trigger:
-            changes["trigger"] = trigger
-        if upcoming != job.next_run_time:
-            changes["next_run_time"] = upcoming
-        if changes:
-            self._scheduler.modify_job(job.id, job._jobstore_alias, **changes)
-
-    def _remarks(self, term: Term, job: Any, plan: catching_up.Plan, late: float) -> list[Entry]:
-        key = self._gate.names.of(job)
-        reason = f"nobody ran it in time, and it may start at most {late:g} s late"
-        remarks = [
-            Entry(term.name, key, tick, cause="catch_up", token=term.token, outcome="missed", error=reason)
-            for tick in plan.missed
-        ]
-        if plan.unlisted_until is not None and remarks:
-            last = f"{reason}; so were all later ones until {plan.unlisted_until:%Y-%m-%d %H:%M:%S} UTC"
-            remarks[-1] = Entry(
-                term.name, key, plan.missed[-1], cause="catch_up", token=term.token, outcome="missed", error=last
-            )
-        for tick in plan.coalesced:
-            into = f"coalesced into {plan.run[-1]}"
-            remarks.append(
-                Entry(term.name, key, tick, cause="catch_up", token=term.token, outcome="skipped", error=into)
-            )
-        if remarks or plan.run:
-            logger.info(
-                "Job %s: %d tick(s) without a run found; %d run now, %d coalesced, %d missed",
-                key, len(remarks) + len(plan.run), len(plan.run), len(plan.coalesced), len(plan.missed),
-                extra={"job": key},
-            )  # fmt: skip
-        return remarks
 
     def _submit(self, job: Any, due: list[Due]) -> bool:
         if not due:
@@ -288,14 +192,34 @@ class Succession:
                 self._paused[key] = paused
         for chunk in _chunks(changes):
             await self._backend.note(term, chunk)
+        shown = {job.id: job.paused for job in self._backend.fleet.jobs}
+        if self._racing and shown != {key: job.next_run_time is None for key, job in jobs.items()}:
+            await self._heed(term, jobs)
+
+    async def _heed(self, term: Term, jobs: dict[str, Any]) -> None:
+        """In a race, do to the jobs here what was done to them in other workers: paused, resumed, removed."""
+        before = dict(self._paused)
+        for key, state in (await self._meet(term, jobs)).items():
+            job = jobs[key]
+            if state.removed:
+                stock.remove(self._scheduler, job.id, job._jobstore_alias)
+            elif state.paused and not before[key]:
+                self._scheduler.pause_job(job.id, job._jobstore_alias)
+            elif before[key] and not state.paused:
+                self._scheduler.resume_job(job.id, job._jobstore_alias)
 
     async def _tidy(self, term: Term) -> None:
         """Give up the runs of workers that are gone, repeat those whose policy says so, forget what is old."""
         self._tidied_at = boot_clock()
-        if given_up := await self._backend.sweep(term):
-            logger.warning("%d run(s) of workers that are gone were given up", given_up)
+        await self._sweep(term)
         await self._repeat(term)
         await self._backend.prune(term, self._keep_runs)
+
+    async def _sweep(self, term: Term) -> None:
+        unseen = await self._backend.unseen(term)
+        silent = [worker for worker, process in unseen.items() if provably_alive(process)]
+        if unseen and (given_up := await self._backend.sweep(term, silent)):
+            logger.warning("%d run(s) of workers that are gone were given up", given_up)
 
     async def _repeat(self, term: Term) -> None:
         jobs = {key: job for key, job in self._jobs().items() if policy_of(job.func).on_crash == "rerun"}

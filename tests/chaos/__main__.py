@@ -13,12 +13,13 @@ def main() -> int:
         description="A storm of faults over four workers; fails if a tick is doubled or missed."
     )
     parser.add_argument("--store", choices=DEPLOYMENTS, default="postgresql")
+    parser.add_argument("--mode", choices=("leader", "race"), default="leader")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--every", type=float, default=8.0, help="seconds between two faults")
     parser.add_argument("--lease", type=float, default=2.0)
     arguments = parser.parse_args()
-    with Storm(arguments.store, lease=arguments.lease, seed=arguments.seed) as storm:
+    with Storm(arguments.store, arguments.mode, lease=arguments.lease, seed=arguments.seed) as storm:
         end = time.monotonic() + 60 * arguments.minutes
         next_at = time.monotonic() + arguments.every / 2
         while next_at < end:
@@ -30,7 +31,7 @@ def main() -> int:
                 0.7, 1.3
             )
         report = storm.settle()
-    print(f"\n{arguments.store}, seed {arguments.seed}\n{report.table()}")
+    print(f"\n{arguments.store}, mode {arguments.mode}, seed {arguments.seed}\n{report.table()}")
     return 0 if report.clean else 1
 
 

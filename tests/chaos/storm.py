@@ -2,7 +2,9 @@
 
 A tick is *doubled* if one attempt had its effect twice, or an at-most-once job had any twice. It is *missed* if it has no row,
 or a row that does not say why its effect is not there. A run that is cut short by a kill between its claim and its
-effect is neither: its row says `abandoned`, and an at-least-once job has run again.
+effect is neither: its row says `abandoned`, and an at-least-once job has run again. A *gap* is the time between two effects
+while the store was well and one worker at least was: in a race it stays below two periods. Two runs of a job that must be
+alone, at the same time, *overlap*.
 """
 
 import asyncio
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,9 @@ class Report:
     doubled: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
     mislabelled: list[str] = field(default_factory=list)
+    overlaps: list[str] = field(default_factory=list)
+    slow: int = 0
+    gap: float = 0.0
     causes: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
 
@@ -51,47 +57,47 @@ class Report:
         lines += [
             "",
             f"{self.ticks} ticks in {self.seconds:.0f} s under {self.faults.total()} faults: "
-            f"{len(self.doubled)} doubled, {len(self.missed)} missed, {len(self.mislabelled)} mislabelled",
+            f"{len(self.doubled)} doubled, {len(self.missed)} missed, {len(self.mislabelled)} mislabelled, "
+            f"{len(self.overlaps)} of {self.slow} runs that must be alone were not; "
+            f"longest gap while the store was well: {self.gap:.3f} s",
             "rows: " + ", ".join(f"{n} {outcome}" for outcome, n in self.outcomes.most_common())
             + "; cause: " + ", ".join(f"{n} {cause}" for cause, n in self.causes.most_common()),
         ]  # fmt: skip
-        for label in ("doubled", "missed", "mislabelled"):
+        for label in ("doubled", "missed", "mislabelled", "overlaps"):
             lines += [f"{label}: {what}" for what in getattr(self, label)[:10]]
         return "\n".join(lines)
 
     @property
     def clean(self) -> bool:
-        return not (self.doubled or self.missed or self.mislabelled)
+        return not (self.doubled or self.missed or self.mislabelled or self.overlaps)
 
 
 class Storm:
     """A deployment under faults. A context manager; `faults` names what it can do to it."""
 
-    def __init__(self, store: str = "postgresql", *, lease: float = 2.0, seed: int = 0) -> None:
+    def __init__(self, store: str = "postgresql", mode: str = "leader", *, lease: float = 2.0, seed: int = 0) -> None:
+        self.mode = mode
         self.lease = lease
         self.deployment = DEPLOYMENTS[store]()
         self.random = random.Random(seed)
         self.report = Report()
         self.effects = Path(tempfile.mkstemp(prefix="fastapi_singleton_effects_")[1])
+        at_workers = self._faults_of_a_race() if mode == "race" else self._faults_of_a_leader()
         self.faults: dict[str, Callable[[], None]] = {
-            "kill leader": lambda: self._at_leader("kill leader", self._kill),
-            "kill bystander": lambda: self._kill(self._bystander()),
-            "freeze leader": lambda: self._at_leader("freeze leader", lambda pid: self._freeze(pid, self.lease * 1.7)),
-            "freeze leader briefly": lambda: self._freeze(self._leader()["pid"], self.lease * 0.4),
-            "freeze bystander": lambda: self._freeze(self._bystander(), self.lease * 1.7),
-            "terminate leader": lambda: self._at_leader("terminate leader", self._terminate),
+            **at_workers,
             "reload": lambda: os.kill(self.gunicorn.pid, signal.SIGHUP),
             **self.deployment.faults(),
         }
+        self._unwell: list[tuple[float, float]] = []  # when the store was, and what follows from it
 
     def __enter__(self) -> "Storm":
         self.deployment.start()
         self.gunicorn = Gunicorn(
             self.deployment.url, app="tests.chaos.app:app", lease=self.lease,
-            environment={"CHAOS_EFFECTS": str(self.effects)},
+            environment={"CHAOS_EFFECTS": str(self.effects), "CHAOS_MODE": self.mode},
         )  # fmt: skip
         self.gunicorn.start()
-        self._leader()
+        self._ready()
         self.began = datetime.now(UTC)
         return self
 
@@ -99,11 +105,15 @@ class Storm:
         self._thaw()
         self.gunicorn.__exit__(None, None, None)
         self.deployment.close()
-        self.effects.unlink(missing_ok=True)
+        for file in self.effects.parent.glob(f"{self.effects.name}*"):
+            file.unlink()
 
     def strike(self, fault: str) -> None:
         self.report.faults[fault] += 1
+        began = time.time()
         self.faults[fault]()
+        if fault in self.deployment.faults() or fault == "reload":
+            self._unwell.append((began - 1, time.time() + 4 * self.lease))
 
     def go_on(self) -> None:
         """Wait until a tick has run that was not due before now."""
@@ -115,13 +125,45 @@ class Storm:
     def settle(self) -> Report:
         """Let the fleet come to rest, then account for every tick from the beginning until now."""
         self._thaw()
-        self._leader()
+        self._ready()
         ended = datetime.now(UTC).replace(microsecond=0)
         self.report.seconds = (ended - self.began).total_seconds()
         asyncio.run(self._account(ended))
         return self.report
 
     # -- faults ------------------------------------------------------------------------------------------------------
+
+    def _faults_of_a_leader(self) -> dict[str, Callable[[], None]]:
+        return {
+            "kill leader": lambda: self._at_leader("kill leader", self._kill),
+            "kill bystander": lambda: self._kill(self._bystander()),
+            "freeze leader": lambda: self._at_leader("freeze leader", lambda pid: self._freeze(pid, self.lease * 1.7)),
+            "freeze leader briefly": lambda: self._freeze(self._leader()["pid"], self.lease * 0.4),
+            "freeze bystander": lambda: self._freeze(self._bystander(), self.lease * 1.7),
+            "terminate leader": lambda: self._at_leader("terminate leader", self._terminate),
+        }
+
+    def _faults_of_a_race(self) -> dict[str, Callable[[], None]]:
+        def anyone() -> int:
+            return self.random.choice(self.gunicorn.children())
+
+        def most(strike: Callable[[int], None]) -> None:
+            for pid in self.random.sample(children := self.gunicorn.children(), len(children) - 1):
+                strike(pid)
+
+        return {
+            "kill worker": lambda: self._kill(anyone()),
+            "kill all workers but one": lambda: most(self._kill),
+            "freeze worker": lambda: self._freeze(anyone(), self.lease * 1.7),
+            "freeze worker briefly": lambda: self._freeze(anyone(), self.lease * 0.4),
+            "terminate worker": lambda: self._terminate(anyone()),
+        }
+
+    def _ready(self) -> None:
+        if self.mode == "race":
+            self.gunicorn.wait_for(lambda status: bool(status["workers"]) and status["status"] == "ok", "a worker")
+        else:
+            self._leader()
 
     def _leader(self) -> dict[str, Any]:
         return self.gunicorn.leader()
@@ -168,18 +210,28 @@ class Storm:
         """Every row of the ledger, as anybody may read it."""
         async with open_ledger(find_store(self.deployment.url, None), "chaos", Timing(10.0)) as (backend, _):
             rows: list[RunView] = []
-            for job in JOBS:
+            for job in (*JOBS, "slow"):
                 page = await backend.runs(job, 500)
                 while page:
                     rows += page
                     page = await backend.runs(job, 500, page[-1].scheduled_for)
-            return rows
+            self.report.slow = sum(row.job == "slow" and row.started_at is not None for row in rows)
+            return [row for row in rows if row.job in JOBS]
 
     def _effects(self) -> Counter[tuple[str, datetime, int]]:
         lines = self.effects.read_text().splitlines()
         return Counter(
             (job, datetime.fromisoformat(tick), int(attempt)) for job, tick, attempt, *_ in map(str.split, lines)
         )
+
+    def _gap(self) -> float:
+        """The longest time without an effect, but for when the store was unwell."""
+        times = sorted(float(line.split()[-1]) for line in self.effects.read_text().splitlines())
+        return max(
+            (after - before for before, after in pairwise(times)
+             if not any(before < until and since < after for since, until in self._unwell)),
+            default=0.0,
+        )  # fmt: skip
 
     async def _account(self, ended: datetime) -> None:
         due = [self.began.replace(microsecond=0) + timedelta(seconds=n + 1) for n in range(int(self.report.seconds))]
@@ -197,6 +249,9 @@ class Storm:
             await asyncio.sleep(0.2)
         report = self.report
         report.ticks = len(due) * len(JOBS)
+        report.gap = self._gap()
+        overlaps = Path(f"{self.effects}.overlaps")
+        report.overlaps += overlaps.read_text().splitlines() if overlaps.exists() else []
         report.outcomes.update(row.outcome for row in rows)
         report.causes.update(row.cause for row in rows)
         report.doubled += [

@@ -11,11 +11,20 @@ FAULTS = (
 )  # fmt: skip
 
 
+RACE_FAULTS = (
+    "kill worker", "freeze worker", "terminate worker", "freeze worker briefly", "reload", "kill all workers but one",
+    "freeze worker",
+)  # fmt: skip
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("store", DEPLOYMENTS)
-def test_no_tick_is_doubled_and_none_missed_while_workers_and_store_are_killed_frozen_and_cut_off(store: str) -> None:
-    with Storm(store) as storm:
-        faults = [*FAULTS, *storm.deployment.faults()]
+@pytest.mark.parametrize("mode", ["leader", "race"])
+def test_no_tick_is_doubled_and_none_missed_while_workers_and_store_are_killed_frozen_and_cut_off(
+    store: str, mode: str
+) -> None:
+    with Storm(store, mode) as storm:
+        faults = [*(FAULTS if mode == "leader" else RACE_FAULTS), *storm.deployment.faults()]
         storm.random.shuffle(faults)
         for fault in faults:
             storm.strike(fault)

@@ -11,7 +11,7 @@ import pytest
 
 from fastapi_singleton.election import Duties, Elector
 from fastapi_singleton.errors import StoreError, UnsafeStoreError
-from fastapi_singleton.records import JobView, Term
+from fastapi_singleton.records import Fleet, JobView, Term
 from fastapi_singleton.timing import Timing
 
 from ..conftest import eventually
@@ -31,6 +31,7 @@ class Stage(Duties):
         self.log: list[tuple[str, bool]] = []
         self.published: list[tuple[int, Sequence[JobView] | None]] = []
         self.elector: Any = None
+        self.fleet = Fleet()
         self._tokens = itertools.count(1)
 
     @property
@@ -43,6 +44,10 @@ class Stage(Duties):
 
     async def connect(self) -> None:
         await (self.step("connect") or asyncio.sleep(0))
+
+    async def look(self) -> None:
+        if "look" in self.acts:
+            self.step("look")
 
     async def acquire(self) -> Term | None:
         await (self.step("acquire") or asyncio.sleep(0))

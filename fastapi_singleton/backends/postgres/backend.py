@@ -10,13 +10,14 @@ system's word (pidfd) that a leader on this host has died. A poll every `timing.
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from ...errors import StoreError
 from ...records import (
+    Crowd,
     Cut,
     Ending,
     Entry,
@@ -33,7 +34,7 @@ from ...records import (
 )
 from ...timing import Timing, boot_clock
 from ..vacancy import Vacancy
-from ..views import clean, job_document, job_view, run_view, run_views, worker_view
+from ..views import clean, job_view, published, run_view, run_views, worker_view
 from . import ledger
 from .address import PostgresStore
 from .leadership import STATEMENTS
@@ -85,9 +86,9 @@ class PostgresBackend:
         [row] = await session.fetch("look", self._name)
         await self._see(session, row)
 
-    async def attend(self) -> None:
+    async def attend(self, jobs: Sequence[JobView] | None = None) -> None:
         session = await self._open_session()
-        [row] = await session.fetch("attend", *self._presence())
+        [row] = await session.fetch("attend", *self._presence(), published(jobs))
         await self._see(session, row)
 
     async def acquire(self) -> Term | None:
@@ -110,8 +111,7 @@ class PostgresBackend:
         if session is None or not session.alive or term != self._owned:
             return False
         self._vacancy.clear()
-        published = None if jobs is None else json.dumps([job_document(job) for job in jobs])
-        rows = await session.fetch("renew", *self._presence(), term.token, published)
+        rows = await session.fetch("renew", *self._presence(), term.token, published(jobs))
         if not rows:
             self._drop_session()
             return False
@@ -146,11 +146,13 @@ class PostgresBackend:
 
     # -- ledger ------------------------------------------------------------------------------------------------------
 
-    async def enter(self, entries: Sequence[Entry]) -> list[Verdict]:
+    async def enter(self, entries: Sequence[Entry], beside: Collection[str] = ()) -> list[Verdict | Crowd]:
         session = await self._open_session()
-        arguments = ledger.entry_arguments(self._name, self._worker.worker, self._timing.lease, entries)
-        verdicts = {row["nonce"]: Verdict(row["verdict"]) for row in await session.fetch("enter", *arguments)}
-        return [verdicts[entry.nonce] for entry in entries]
+        # In one order everywhere: two workers that hold rows of several jobs must not wait for each other.
+        ordered = sorted(entries, key=lambda entry: entry.job)
+        arguments = ledger.entry_arguments(self._name, self._worker.worker, self._timing.lease, ordered, beside)
+        answers = {row["nonce"]: ledger.answer(row) for row in await session.fetch("enter", *arguments)}
+        return [answers[entry.nonce] for entry in entries]
 
     async def finish(self, endings: Sequence[Ending]) -> set[str]:
         session = await self._open_session()
@@ -172,15 +174,19 @@ class PostgresBackend:
         columns = [[getattr(change, field) for change in changes] for field in ("key", "paused", "removed", "since")]
         await self._leading(term).fetch("note", self._name, *columns)
 
-    async def sweep(self, term: Term) -> int:
-        return len(await self._leading(term).fetch("sweep", self._name, self._worker.worker))
+    async def unseen(self, term: Term) -> dict[str, str]:
+        rows = await self._leading(term).fetch("unseen", self._name, self._worker.worker)
+        return {row["worker"]: row["process"] for row in rows}
+
+    async def sweep(self, term: Term, silent: Collection[str] = ()) -> int:
+        return len(await self._leading(term).fetch("sweep", self._name, self._worker.worker, list(silent)))
 
     async def cut(self, term: Term, jobs: Sequence[str], attempts: int, within: float) -> list[Cut]:
         rows = await self._leading(term).fetch("cut", self._name, jobs, attempts, timedelta(seconds=within))
         return [Cut(row["job"], row["tick"], row["attempt"], row["finished_at"]) for row in rows]
 
     async def prune(self, term: Term, keep: float) -> int:
-        rows = await self._leading(term).fetch("prune", self._name, term.token, timedelta(seconds=keep))
+        rows = await self._leading(term).fetch("prune", self._name, term.fence, timedelta(seconds=keep))
         return rows[0]["deleted"] if rows else 0
 
     async def runs(self, job: str, limit: int, before: datetime | None = None) -> list[RunView]:
@@ -201,8 +207,9 @@ class PostgresBackend:
     # -- the session -------------------------------------------------------------------------------------------------
 
     def _leading(self, term: Term) -> Session:
-        """The session that owns the term; what is done on it is fenced by the server."""
-        if self._session is None or not self._session.alive or term != self._owned:
+        """The session that owns the term; what is done on it is fenced by the server. In a race there is no term to
+        own, and any session will do."""
+        if self._session is None or not self._session.alive or (term != self._owned and not term.is_race):
             raise StoreError("The term is over.", hint="nothing to do: the next leader goes on.")
         return self._session
 
@@ -241,7 +248,7 @@ class PostgresBackend:
 
     def _presence(self) -> tuple[object, ...]:
         me = self._worker
-        return self._name, me.worker, me.hostname, me.pid, me.started_at, self._lease, me.version
+        return self._name, me.worker, me.hostname, me.pid, me.started_at, self._lease, me.version, me.process, me.role
 
     async def _see(self, session: Session, row: Any) -> None:
         self._clock = row["now"], boot_clock()

@@ -5,8 +5,9 @@ from .ledger import HISTORY_DIGEST
 
 # Shows that this worker lives; rewrites its row only when it has grown old, so that most polls write nothing.
 _SEEN = """
-    INSERT INTO fastapi_singleton.worker AS w (name, worker, hostname, pid, started_at, lease, version, last_seen_at)
-    VALUES ($1, $2, $3, $4, $5, $6, $7, clock_timestamp())
+    INSERT INTO fastapi_singleton.worker AS w
+        (name, worker, hostname, pid, started_at, lease, version, process, role, last_seen_at)
+    VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, clock_timestamp())
     ON CONFLICT (name, worker) DO UPDATE SET last_seen_at = clock_timestamp()
     WHERE w.last_seen_at < clock_timestamp() - $6::interval / 8
     RETURNING w.*
@@ -33,12 +34,19 @@ _TERM_IF_ANY = f"""(SELECT) AS always LEFT JOIN LATERAL (
 # Tries the lock without ever waiting for it, and reads the fleet, in one round trip. Gives at most one session `won`.
 CONTEND = f"""
 WITH seen AS ({_SEEN})
-SELECT pg_try_advisory_lock($8) AS won, {_WORKERS}, clock_timestamp() AS now, {_DIGEST}, t.* FROM {_TERM_IF_ANY}
+SELECT pg_try_advisory_lock($10) AS won, {_WORKERS}, clock_timestamp() AS now, {_DIGEST}, t.* FROM {_TERM_IF_ANY}
 """
 
-# The same for a worker that does not want to lead.
+# The same for a worker that does not want to lead, and perhaps publishes its jobs: in a term of nobody's, then.
 ATTEND = f"""
-WITH seen AS ({_SEEN})
+WITH seen AS ({_SEEN}),
+published AS (
+    INSERT INTO fastapi_singleton.term AS t
+        (name, token, worker, hostname, pid, acquired_at, renewed_at, released_at, jobs, jobs_revision)
+    SELECT $1, 0, '', '', 0, clock_timestamp(), clock_timestamp(), clock_timestamp(), $10::text::jsonb, 1
+    WHERE $10::text IS NOT NULL
+    ON CONFLICT (name) DO UPDATE SET jobs = excluded.jobs, jobs_revision = t.jobs_revision + 1
+)
 SELECT {_WORKERS}, clock_timestamp() AS now, {_DIGEST}, t.* FROM {_TERM_IF_ANY}
 """
 
@@ -50,9 +58,6 @@ SELECT {_WORKERS}, clock_timestamp() AS now, {_DIGEST}, t.* FROM {_TERM_IF_ANY}
 
 # Opens a term. The token grows even if the store lost its last writes, because it is never behind the store's clock.
 ELECT = """
-WITH long_gone AS (
-    DELETE FROM fastapi_singleton.worker WHERE last_seen_at < clock_timestamp() - interval '1 day'
-)
 INSERT INTO fastapi_singleton.term AS t (name, token, worker, hostname, pid, acquired_at, renewed_at, lease)
 VALUES ($1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint, $2, $3, $4, clock_timestamp(), clock_timestamp(), $6)
 ON CONFLICT (name) DO UPDATE
@@ -66,9 +71,9 @@ RETURNING t.token, pg_notify($5, 'elected')
 RENEW = f"""
 WITH seen AS ({_SEEN}),
 mine AS (
-    UPDATE fastapi_singleton.term AS t SET renewed_at = clock_timestamp(), jobs = coalesce($9::text::jsonb, jobs),
-        jobs_revision = jobs_revision + ($9::text IS NOT NULL)::int
-    WHERE name = $1 AND token = $8 AND worker = $2 AND released_at IS NULL
+    UPDATE fastapi_singleton.term AS t SET renewed_at = clock_timestamp(), jobs = coalesce($11::text::jsonb, jobs),
+        jobs_revision = jobs_revision + ($11::text IS NOT NULL)::int
+    WHERE name = $1 AND token = $10 AND worker = $2 AND released_at IS NULL
     RETURNING {_TERM}, true AS current, {_DIGEST}
 )
 SELECT mine.*, {_WORKERS}, clock_timestamp() AS now FROM mine

@@ -5,31 +5,43 @@ whose reply was lost is sent again on a new session, where the token (with the t
 can pass it) is all that decides.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
 from ...errors import ConfigurationError, LostLeadershipError
-from ...records import Ending, Entry, Run
+from ...records import GONE, SILENT, Alive, Crowd, Ending, Entry, Run, Verdict
 from ..views import NEWEST, clean
+from .schema import alive_runs
 
 # Accepts an entry iff its token (if it has one) is the newest, its tick lies above the floor and not beyond the store's
 # time + lease, and there is no row for the tick and attempt, or one with the same nonce that is still running (then it is
-# the same claim, sent again). A claim after its latest start is entered as missed.
-ENTER = """
+# the same claim, sent again). A claim after its latest start is entered as missed. One that finds as many runs alive as
+# may be is not entered, and told of them: under a term nobody else claims, so that it is enough to look; where many do, the
+# job's row is held first.
+ENTER = f"""
 WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now),
 term AS MATERIALIZED (
     SELECT t.token, t.floor, t.released_at FROM fastapi_singleton.term AS t WHERE t.name = $1 FOR SHARE
 ),
 asked AS MATERIALIZED (
-    SELECT a.*, clock.now, coalesce(a.tick <= term.floor, false) AS pruned,
+    SELECT a.*, clock.now,
+           CASE WHEN a.most IS NULL OR a.outcome <> 'running' THEN NULL
+                WHEN a.token IS NULL THEN fastapi_singleton.alive_runs($1, a.job, a.tick)
+                ELSE {alive_runs("$1", "a.job", "a.tick")} END AS alive, coalesce(a.tick <= term.floor, false) AS pruned,
            a.token IS NOT NULL AND (term.token IS DISTINCT FROM a.token OR term.released_at IS NOT NULL) AS lost,
            a.tick > clock.now + $3::interval AS early,
            CASE WHEN a.outcome = 'running' AND a.latest < clock.now THEN 'missed' ELSE a.outcome END AS entered_as
     FROM unnest($4::text[], $5::timestamptz[], $6::int[], $7::text[], $8::text[], $9::text[], $10::bigint[],
-                $11::text[], $12::timestamptz[], $13::text[])
-         AS a (job, tick, attempt, id, nonce, cause, token, outcome, latest, error)
+                $11::text[], $12::timestamptz[], $13::text[], $14::int[])
+         AS a (job, tick, attempt, id, nonce, cause, token, outcome, latest, error, most)
     CROSS JOIN clock LEFT JOIN term ON true
+),
+judged AS MATERIALIZED (
+    SELECT asked.*, entered_as = 'running' AND most <= (
+        SELECT count(*) FROM json_array_elements(alive) AS run WHERE run ->> 0 <> ALL ($15::text[])) AS crowded
+    FROM asked
 ),
 entered AS (
     INSERT INTO fastapi_singleton.run AS r
@@ -38,18 +50,20 @@ entered AS (
            CASE WHEN entered_as = 'running' THEN now END, CASE WHEN entered_as <> 'running' THEN now END,
            CASE WHEN entered_as = outcome THEN error
                 ELSE format('came up only %s s after its time', round(extract(epoch FROM now - tick), 1)) END
-    FROM asked WHERE NOT (lost OR pruned OR early)
+    FROM judged WHERE NOT (lost OR pruned OR early OR coalesce(crowded, false))
     ON CONFLICT (name, job, tick, attempt) DO UPDATE SET nonce = excluded.nonce
         WHERE r.nonce = excluded.nonce AND r.outcome = 'running'
     RETURNING r.nonce, r.outcome
 )
-SELECT asked.nonce,
-       CASE WHEN entered.outcome = 'running' OR own.nonce IS NOT NULL THEN 'yours' WHEN entered.outcome IS NOT NULL THEN 'written'
-            WHEN lost THEN 'lost' WHEN pruned THEN 'pruned' WHEN early THEN 'early' ELSE 'taken' END AS verdict
-FROM asked LEFT JOIN entered USING (nonce)
-LEFT JOIN fastapi_singleton.run AS own
-    ON asked.lost AND own.name = $1 AND own.job = asked.job AND own.tick = asked.tick AND own.attempt = asked.attempt
-    AND own.nonce = asked.nonce AND own.outcome = 'running'
+SELECT judged.nonce, alive::text,
+       CASE WHEN entered.outcome = 'running' OR (there.nonce = judged.nonce AND there.outcome = 'running') THEN 'yours'
+            WHEN entered.outcome IS NOT NULL THEN 'written'
+            WHEN lost THEN 'lost' WHEN pruned THEN 'pruned' WHEN early THEN 'early'
+            WHEN crowded AND there.nonce IS NULL THEN 'full' ELSE 'taken' END AS verdict
+FROM judged LEFT JOIN entered USING (nonce)
+LEFT JOIN fastapi_singleton.run AS there
+    ON (lost OR crowded) AND there.name = $1 AND there.job = judged.job AND there.tick = judged.tick
+    AND there.attempt = judged.attempt
 """
 
 # Writes down how runs ended; also those given up for dead meanwhile, because this is the truth. A row that somebody
@@ -103,17 +117,31 @@ SELECT DISTINCT r.job, r.tick FROM unnest($2::text[], $3::timestamptz[]) AS w (j
 JOIN fastapi_singleton.run AS r ON r.name = $1 AND r.job = w.job AND r.tick > w.since
 """
 
-# Gives up runs whose worker has not been seen for a whole lease of its own; never waits for a row that somebody holds.
-SWEEP = """
-WITH gone AS (
-    SELECT r.job, r.tick, r.attempt FROM fastapi_singleton.run AS r
-    WHERE r.name = $1 AND r.outcome = 'running' AND r.worker <> $2 AND NOT EXISTS (
+_UNSEEN = """NOT EXISTS (
         SELECT FROM fastapi_singleton.worker AS w
-        WHERE w.name = $1 AND w.worker = r.worker AND w.last_seen_at > clock_timestamp() - w.lease)
+        WHERE w.name = $1 AND w.worker = r.worker AND w.last_seen_at > clock_timestamp() - w.lease)"""
+
+UNSEEN = f"""
+SELECT DISTINCT r.worker, coalesce(w.process, '') AS process
+FROM fastapi_singleton.run AS r LEFT JOIN fastapi_singleton.worker AS w ON w.name = r.name AND w.worker = r.worker
+WHERE r.name = $1 AND r.outcome IN ('running', 'abandoned') AND (r.outcome = 'running' OR r.error = '{SILENT}')
+  AND r.worker <> $2 AND {_UNSEEN}
+"""
+
+# Gives up runs whose worker has not been seen for a whole lease of its own; never waits for a row that somebody holds.
+SWEEP = f"""
+WITH dead AS (
+    UPDATE fastapi_singleton.run AS r SET error = '{GONE}'
+    WHERE r.name = $1 AND r.outcome = 'abandoned' AND r.error = '{SILENT}' AND r.worker <> ALL ($3::text[]) AND {_UNSEEN}
+),
+gone AS (
+    SELECT r.job, r.tick, r.attempt FROM fastapi_singleton.run AS r
+    WHERE r.name = $1 AND r.outcome = 'running' AND r.worker <> $2 AND {_UNSEEN}
     LIMIT 1000 FOR UPDATE OF r SKIP LOCKED
 )
 UPDATE fastapi_singleton.run AS r
-SET outcome = 'abandoned', finished_at = clock_timestamp(), error = 'its worker is gone'
+SET outcome = 'abandoned', finished_at = clock_timestamp(),
+    error = CASE WHEN r.worker = ANY ($3::text[]) THEN '{SILENT}' ELSE '{GONE}' END
 FROM gone WHERE r.name = $1 AND r.job = gone.job AND r.tick = gone.tick AND r.attempt = gone.attempt
 RETURNING r.job, r.tick, r.attempt, r.worker
 """
@@ -127,11 +155,15 @@ WHERE r.name = $1 AND r.outcome = 'abandoned' AND r.job = ANY($2::text[]) AND r.
                   WHERE later.name = $1 AND later.job = r.job AND later.tick = r.tick AND later.attempt > r.attempt)
 """
 
-# Deletes old rows, some at a time, and in the same transaction lifts the floor over them.
+# Deletes old rows, some at a time, and in the same transaction lifts the floor over them. Forgets workers of long ago.
 PRUNE = """
-WITH old AS (
+WITH long_gone AS (
+    DELETE FROM fastapi_singleton.worker WHERE last_seen_at < clock_timestamp() - interval '1 day'
+),
+old AS (
     SELECT r.job, r.tick, r.attempt FROM fastapi_singleton.run AS r
     WHERE r.name = $1 AND r.tick < clock_timestamp() - $3::interval AND r.outcome <> 'running'
+      AND EXISTS (SELECT FROM fastapi_singleton.term WHERE name = $1 AND (token = $2 OR $2 IS NULL))
     ORDER BY r.tick LIMIT 1000 FOR UPDATE SKIP LOCKED
 ),
 deleted AS (
@@ -140,7 +172,7 @@ deleted AS (
     RETURNING r.tick
 )
 UPDATE fastapi_singleton.term SET floor = greatest(floor, (SELECT max(tick) FROM deleted))
-WHERE name = $1 AND token = $2 AND EXISTS (SELECT FROM deleted)
+WHERE name = $1 AND (token = $2 OR $2 IS NULL) AND EXISTS (SELECT FROM deleted)
 RETURNING (SELECT count(*) FROM deleted) AS deleted
 """
 
@@ -171,7 +203,8 @@ ORDER BY r.tick DESC, r.attempt DESC LIMIT $4
 """
 
 STATEMENTS = {
-    "enter": ENTER, "finish": FINISH, "meet": MEET, "note": NOTE, "ticks": TICKS, "sweep": SWEEP, "cut": CUT,
+    "enter": ENTER, "finish": FINISH, "meet": MEET, "note": NOTE, "ticks": TICKS, "unseen": UNSEEN, "sweep": SWEEP,
+    "cut": CUT,
     "prune": PRUNE, "history": HISTORY, "runs": RUNS,
 }  # fmt: skip
 
@@ -182,7 +215,9 @@ WHERE name = $1 AND job = $2 AND tick = $3 AND attempt = $4 AND nonce = $5 FOR S
 """
 
 
-def entry_arguments(name: str, worker: str, lease: float, entries: Sequence[Entry]) -> tuple[object, ...]:
+def entry_arguments(
+    name: str, worker: str, lease: float, entries: Sequence[Entry], beside: Collection[str]
+) -> tuple[object, ...]:
     return (
         name,
         worker,
@@ -197,7 +232,14 @@ def entry_arguments(name: str, worker: str, lease: float, entries: Sequence[Entr
         [e.outcome for e in entries],
         [e.latest for e in entries],
         [clean(e.error) for e in entries],
+        [e.limit for e in entries],
+        list(beside),
     )
+
+
+def answer(row: Any) -> Verdict | Crowd:
+    verdict = Verdict(row["verdict"])
+    return verdict if verdict is not Verdict.FULL else Crowd(tuple(Alive(*run) for run in json.loads(row["alive"])))
 
 
 def ending_arguments(name: str, endings: Sequence[Ending]) -> tuple[object, ...]:

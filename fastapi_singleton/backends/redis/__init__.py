@@ -7,6 +7,7 @@ farewell.py        how it is left with last words that nobody waits for
 listening.py       the connection that hears of hand-overs: two connections per worker in all
 scripts.py         what all scripts share; the lease, the term, the fleet
 ledger_scripts.py  the ledger, and what the fleet remembers of jobs
+tidying_scripts.py what is given up, repeated, forgotten
 rows.py            how ticks are keyed, and how rows are written and read
 sight.py           what the scripts answer of the fleet
 backend.py         the one place that runs scripts

@@ -10,10 +10,9 @@ holder is *provably* dead need not be waited for.
 """
 
 import asyncio
-import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from typing import Any, Literal
 from ...errors import StoreError
 from ...processes import provably_dead
 from ...records import (
+    Crowd,
     Cut,
     Ending,
     Entry,
@@ -36,8 +36,8 @@ from ...records import (
 )
 from ...timing import Timing, boot_clock
 from ..vacancy import Vacancy
-from ..views import job_document
-from . import ledger_scripts, rows, scripts
+from ..views import published
+from . import ledger_scripts, rows, scripts, tidying_scripts
 from .address import RedisStore
 from .listening import Listener
 from .scripts import Script
@@ -91,9 +91,9 @@ class RedisBackend:
         await self._open_session()
         await self._see_all(Sight.parse(await self._run(scripts.LOOK, self._lease)))
 
-    async def attend(self) -> None:
+    async def attend(self, jobs: Sequence[JobView] | None = None) -> None:
         await self._open_session()
-        await self._see_all(Sight.parse(await self._run(scripts.ATTEND, *self._presence)))
+        await self._see_all(Sight.parse(await self._run(scripts.ATTEND, *self._presence, published(jobs) or "")))
 
     async def acquire(self) -> Term | None:
         self._vacancy.clear()
@@ -114,8 +114,7 @@ class RedisBackend:
         if not self._owns(term):
             return False
         self._vacancy.clear()
-        published = "" if jobs is None else json.dumps([job_document(job) for job in jobs])
-        seen = await self._run(scripts.RENEW, *self._presence, str(term.token), published)
+        seen = await self._run(scripts.RENEW, *self._presence, str(term.token), published(jobs) or "")
         if seen is None:
             self._owned = None
             return False
@@ -160,12 +159,11 @@ class RedisBackend:
 
     # -- ledger ------------------------------------------------------------------------------------------------------
 
-    async def enter(self, entries: Sequence[Entry]) -> list[Verdict]:
+    async def enter(self, entries: Sequence[Entry], beside: Collection[str] = ()) -> list[Verdict | Crowd]:
         await self._open_session()
-        verdicts = await self._run(
-            ledger_scripts.ENTER, self._lease, self._worker.worker, *rows.entry_arguments(entries)
-        )
-        return [Verdict(verdict) for verdict in verdicts]
+        arguments = rows.entry_arguments(entries, beside)
+        answers = await self._run(ledger_scripts.ENTER, self._lease, self._worker.worker, *arguments)
+        return [rows.answer(answer) for answer in answers]
 
     async def finish(self, endings: Sequence[Ending]) -> set[str]:
         await self._open_session()
@@ -184,21 +182,25 @@ class RedisBackend:
     async def note(self, term: Term, changes: Sequence[JobChange]) -> None:
         await self._run_leading(term, ledger_scripts.NOTE, *rows.change_arguments(changes))
 
-    async def sweep(self, term: Term) -> int:
-        given_up: int = await self._run_leading(term, ledger_scripts.SWEEP, self._worker.worker, self._lease)
+    async def unseen(self, term: Term) -> dict[str, str]:
+        return dict(await self._run_leading(term, tidying_scripts.UNSEEN, self._worker.worker, self._lease))
+
+    async def sweep(self, term: Term, silent: Collection[str] = ()) -> int:
+        arguments = self._worker.worker, self._lease, *silent
+        given_up: int = await self._run_leading(term, tidying_scripts.SWEEP, *arguments)
         return given_up
 
     async def cut(self, term: Term, jobs: Sequence[str], attempts: int, within: float) -> list[Cut]:
         by_key = {rows.job_key(job): job for job in jobs}
         arguments = str(attempts), rows.microseconds(within), *by_key
-        found = await self._run_leading(term, ledger_scripts.CUT, *arguments)
+        found = await self._run_leading(term, tidying_scripts.CUT, *arguments)
         return [
             Cut(by_key[job], rows.moment(tick), int(attempt), rows.moment(found_at))
             for job, tick, attempt, found_at in found
         ]
 
     async def prune(self, term: Term, keep: float) -> int:
-        deleted: int = await self._run_leading(term, ledger_scripts.PRUNE, rows.microseconds(keep))
+        deleted: int = await self._run_leading(term, tidying_scripts.PRUNE, rows.microseconds(keep))
         return deleted
 
     async def runs(self, job: str, limit: int, before: datetime | None = None) -> list[RunView]:
@@ -240,9 +242,9 @@ class RedisBackend:
     async def _run_leading(self, term: Term, script: Script, *arguments: str) -> Any:
         """Run a script that only the leader may; the script itself sees to it that the token is the newest."""
         over = StoreError("The term is over.", hint="nothing to do: the next leader goes on.")
-        if not self._owns(term):
+        if not (self._owns(term) or term.is_race):
             raise over
-        answer = await self._run(script, str(term.token), *arguments)
+        answer = await self._run(script, "" if term.is_race else str(term.token), *arguments)
         if answer is None:
             self._owned = None
             raise over

@@ -9,14 +9,49 @@ from .scripts import script
 
 # Accepts an entry iff its token (if it has one) is the newest, its tick lies above the floor and not beyond the store's
 # time + lease, and there is no row for the tick and attempt, or one with the same nonce that is still running (then it is
-# the same claim, sent again, whoever leads by now). A claim after its latest start is entered as missed.
+# the same claim, sent again, whoever leads by now). A claim after its latest start is entered as missed. One that finds as
+# many runs alive as may be is not entered, and told of them.
 ENTER = script("""
-local patience, worker = ARGV[1], ARGV[2]
+local patience, worker, others = ARGV[1], ARGV[2], ARGV[3]
+local first = 4 + others
+local beside = {}
+for i = 4, first - 1 do
+    beside[ARGV[i]] = true
+end
+
+-- Runs that are alive, by job; read once, and only if a claim is to be counted.
+local alive
+local function note_alive(field, whose)
+    local job = string.sub(field, 1, -27)
+    alive[job] = alive[job] or {}
+    table.insert(alive[job], {field = field, worker = whose})
+end
+
+local function crowd(claimed, job)
+    if not alive then
+        alive = {}
+        for _, key in ipairs({running, silent}) do
+            local all = redis.call('HGETALL', key)
+            for i = 1, #all, 2 do
+                note_alive(all[i], all[i + 1])
+            end
+        end
+    end
+    local found = {}
+    for _, run in ipairs(alive[job] or {}) do
+        -- An attempt takes the place of the others of its tick.
+        if not beside[run.worker] and string.sub(run.field, 1, -8) ~= string.sub(claimed, 1, -8) then
+            found[#found + 1] = {run.worker, process(run.worker), last_seen(run.worker) > now - patience and 1 or 0}
+        end
+    end
+    return found
+end
+
 local newest = leading()
 local floor = tonumber(redis.call('HGET', term, 'floor')) or -math.huge
 local verdicts, written = {}, false
-for i = 3, #ARGV, 11 do
-    local field, job, tick, attempt, id, nonce, cause, token, outcome, latest, reason = unpack(ARGV, i, i + 10)
+for i = first, #ARGV, 12 do
+    local field, job, tick, attempt, id, nonce, cause, token, outcome, latest, reason, most = unpack(ARGV, i, i + 11)
     local known = redis.call('HGET', runs, field)
     local row = known and cjson.decode(known)
     local verdict
@@ -35,11 +70,21 @@ for i = 3, #ARGV, 11 do
             outcome = 'missed'
             reason = string.format('came up only %.1f s after its time', (now - tick) / 1000000)
         end
+        local limited = outcome == 'running' and tonumber(most)
+        local found = limited and crowd(field, job)
+        if limited and #found >= limited then
+            verdict = found
+        end
+    end
+    if not verdict then
         row = {job = job, tick = tick, attempt = attempt, id = id, nonce = nonce, cause = cause, token = token,
                worker = worker, outcome = outcome, error = reason}
         if outcome == 'running' then
             row.started_at = digits(now)
             redis.call('HSET', running, field, worker)
+            if alive then
+                note_alive(field, worker)
+            end
         else
             row.finished_at = digits(now)
         end
@@ -66,6 +111,7 @@ for i = 1, #ARGV, 5 do
         row.outcome, row.error, row.finished_at = outcome, reason, digits(row.started_at + lasted)
         redis.call('HSET', runs, field, cjson.encode(row))
         redis.call('HDEL', running, field)
+        redis.call('HDEL', silent, field)
         if outcome == 'abandoned' then
             redis.call('ZADD', abandoned, row.finished_at, field)
         else
@@ -78,7 +124,7 @@ changed()
 
 # Makes a job known at its first meeting, and remembers what it was; a changed schedule starts afresh.
 MEET = script("""
-if leading() ~= ARGV[1] then
+if over(ARGV[1]) then
     return false
 end
 local states = {}
@@ -98,7 +144,7 @@ return states
 
 # Changes what is remembered; '' leaves a field as it was. A resumed job owes nothing for the time it was paused.
 NOTE = script("""
-if leading() ~= ARGV[1] then
+if over(ARGV[1]) then
     return false
 end
 for i = 2, #ARGV, 4 do
@@ -122,7 +168,7 @@ return 1
 
 # The fields of each job's rows after a time; they tell the ticks.
 TICKED = script("""
-if leading() ~= ARGV[1] then
+if over(ARGV[1]) then
     return false
 end
 local found = {}
@@ -130,97 +176,6 @@ for i = 2, #ARGV, 2 do
     found[#found + 1] = redis.call('ZRANGEBYLEX', index, '(' .. ARGV[i], '(' .. ARGV[i + 1])
 end
 return found
-""")
-
-# Gives up runs whose worker has not been seen for a whole lease.
-SWEEP = script("""
-local token, worker, patience = unpack(ARGV)
-if leading() ~= token then
-    return false
-end
-local given_up = 0
-local unfinished = redis.call('HGETALL', running)
-for i = 1, #unfinished, 2 do
-    local field, whose = unfinished[i], unfinished[i + 1]
-    if given_up < 1000 and whose ~= worker and last_seen(whose) <= now - patience then
-        local row = cjson.decode(redis.call('HGET', runs, field))
-        row.outcome, row.error, row.finished_at = 'abandoned', 'its worker is gone', digits(now)
-        redis.call('HSET', runs, field, cjson.encode(row))
-        redis.call('HDEL', running, field)
-        redis.call('ZADD', abandoned, row.finished_at, field)
-        given_up = given_up + 1
-    end
-end
-if given_up > 0 then
-    changed()
-end
-return given_up
-""")
-
-# Runs cut short, lately enough, that have no later attempt.
-CUT = script("""
-local token, attempts, within = unpack(ARGV)
-if leading() ~= token then
-    return false
-end
-local wanted, cut = {}, {}
-for i = 4, #ARGV do
-    wanted[ARGV[i]] = true
-end
-for _, field in ipairs(redis.call('ZRANGEBYSCORE', abandoned, '(' .. digits(now - within), '+inf')) do
-    local row = cjson.decode(redis.call('HGET', runs, field))
-    if wanted[row.job] and tonumber(row.attempt) < tonumber(attempts) then
-        local tick = string.match(field, '^(.*)%z')
-        if #redis.call('ZRANGEBYLEX', index, '(' .. field, '(' .. tick .. '\\1', 'LIMIT', 0, 1) == 0 then
-            cut[#cut + 1] = {row.job, row.tick, row.attempt, row.finished_at}
-        end
-    end
-end
-return cut
-""")
-
-# Deletes old rows, some at a time, and in the same step lifts the floor over them. Forgets jobs that nobody has met for as
-# long, unless the leader has them or there is something to remember: paused, removed.
-PRUNE = script("""
-local token, keep = unpack(ARGV)
-if leading() ~= token then
-    return false
-end
-local deleted = 0
-local floor = tonumber(redis.call('HGET', term, 'floor')) or -math.huge
--- Those that run stay, and must not stand in the way of the others.
-local most = 1000 + redis.call('HLEN', running)
-for _, field in ipairs(redis.call('ZRANGEBYSCORE', ticks, '-inf', '(' .. digits(now - keep), 'LIMIT', 0, most)) do
-    if deleted < 1000 and redis.call('HEXISTS', running, field) == 0 then
-        floor = math.max(floor, tonumber(redis.call('ZSCORE', ticks, field)))
-        redis.call('HDEL', runs, field)
-        redis.call('ZREM', ticks, field)
-        redis.call('ZREM', index, field)
-        redis.call('ZREM', abandoned, field)
-        deleted = deleted + 1
-    end
-end
-if deleted > 0 then
-    redis.call('HSET', term, 'floor', digits(floor))
-    changed()
-end
-local stale = redis.call('ZRANGEBYSCORE', met, '-inf', '(' .. digits(now - math.max(keep, day)), 'LIMIT', 0, 100)
-local shown = {}
-if #stale > 0 then
-    for _, job in ipairs(cjson.decode(redis.call('HGET', term, 'jobs') or '[]')) do
-        shown[job.id] = true
-    end
-end
-for _, key in ipairs(stale) do
-    local job = cjson.decode(redis.call('HGET', jobs, key))
-    if shown[key] or job.paused == '1' or job.removed == '1' then
-        redis.call('ZADD', met, digits(now), key)
-    else
-        redis.call('HDEL', jobs, key)
-        redis.call('ZREM', met, key)
-    end
-end
-return deleted
 """)
 
 # The newest runs, and the last one of each job the leader shows.

@@ -1,12 +1,12 @@
 """How ticks are keyed in Redis, and how rows are written and read. The scripts count on both."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import quote
 
-from ...records import Ending, Entry, JobChange, JobNote, RunView
+from ...records import Alive, Crowd, Ending, Entry, JobChange, JobNote, RunView, Verdict
 from ..views import clean, run_view
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -77,7 +77,9 @@ def tick_of(field: str) -> datetime:
     return _EPOCH + (int(tick) - _BEFORE_1970) * _MICROSECOND
 
 
-def entry_arguments(entries: Sequence[Entry]) -> Iterator[str]:
+def entry_arguments(entries: Sequence[Entry], beside: Collection[str]) -> Iterator[str]:
+    yield str(len(beside))
+    yield from beside
     for entry in entries:
         yield field(entry)
         yield job_key(entry.job)
@@ -90,6 +92,14 @@ def entry_arguments(entries: Sequence[Entry]) -> Iterator[str]:
         yield entry.outcome
         yield digits(entry.latest)
         yield clean(entry.error) or ""
+        yield "" if entry.limit is None else str(entry.limit)
+
+
+def answer(said: Any) -> Verdict | Crowd:
+    """What a script has said to an entry: a word, or the runs that are alive."""
+    if isinstance(said, str):
+        return Verdict(said)
+    return Crowd(tuple(Alive(worker, process, bool(seen)) for worker, process, seen in said))
 
 
 def ending_arguments(endings: Sequence[Ending]) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 Redis runs a script as a whole, with nothing in between: what a script checks still holds when it writes. All its keys come
 through KEYS, always the same in the same order. Times are microseconds of the server's own clock, as digits: a number of
-that size survives as a double, but not the way Lua would print it.
+that size survives as a double, but not the way Lua would print it. A list of any length is never unpacked: Lua fails beyond
+some thousands.
 """
 
 import hashlib
@@ -19,10 +20,10 @@ WORKERS, SEEN = "workers", "seen"
 # What is remembered of each job, and when it was last met.
 JOBS, MET = "jobs", "met"
 # The ledger: a document for each tick and attempt; their order by time, and by job and time; the worker of those that run;
-# when the abandoned ones were found.
-RUNS, TICKS, INDEX, RUNNING, ABANDONED = "runs", "ticks", "index", "running", "abandoned"
+# when the abandoned ones were found, and the worker of those among them that count as alive.
+RUNS, TICKS, INDEX, RUNNING, ABANDONED, SILENT = "runs", "ticks", "index", "running", "abandoned", "silent"
 
-KEYS = (LEASE, TERM, WORKERS, SEEN, JOBS, MET, RUNS, TICKS, INDEX, RUNNING, ABANDONED)
+KEYS = (LEASE, TERM, WORKERS, SEEN, JOBS, MET, RUNS, TICKS, INDEX, RUNNING, ABANDONED, SILENT)
 
 _SHARED = (
     f"local {', '.join(KEYS)} = unpack(KEYS)"
@@ -41,6 +42,11 @@ local function leading()
     return newest[2] ~= '1' and newest[1]
 end
 
+-- Whether what only a leader may do is to be refused. In a race there is no token, and nobody is.
+local function over(token)
+    return token ~= '' and leading() ~= token
+end
+
 -- The status shows something new.
 local function changed()
     redis.call('HINCRBY', term, 'revision', 1)
@@ -49,6 +55,12 @@ end
 -- When the worker was last seen; 0 for one that never was.
 local function last_seen(worker)
     return tonumber(redis.call('ZSCORE', seen, worker)) or 0
+end
+
+-- Which process the worker is; '' for one that is not known.
+local function process(worker)
+    local document = redis.call('HGET', workers, worker)
+    return document and cjson.decode(document).process or ''
 end
 """
 )
@@ -94,8 +106,19 @@ def script(body: str) -> Script:
 # The fleet for somebody who is not of it: takes nothing, leaves no trace.
 LOOK = script(_FLEET + "return fleet(ARGV[1])")
 
-# The same for a worker that does not want to lead, and is seen.
-ATTEND = script(_FLEET + "appear(ARGV[2], ARGV[3], ARGV[1]) return fleet(ARGV[1])")
+# The same for a worker that does not want to lead, is seen, and perhaps publishes its jobs.
+ATTEND = script(
+    _FLEET
+    + """
+local patience, worker, document, published = unpack(ARGV)
+if published ~= '' then
+    redis.call('HSET', term, 'jobs', published)
+    changed()
+end
+appear(worker, document, patience)
+return fleet(patience)
+"""
+)
 
 # Opens a term iff nobody holds the lease, or its holder is this worker itself (a reply was lost), or it is still that of
 # the very token whose process the caller knows to be dead. The token grows even if the store lost its last writes, because

@@ -42,6 +42,7 @@ def presence(worker: Worker) -> str:
             "process": worker.process,
             "started_at": worker.started_at.isoformat(),
             "version": worker.version,
+            "role": worker.role,
         }
     )
 

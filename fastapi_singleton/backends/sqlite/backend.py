@@ -9,18 +9,31 @@ A standby hears of a release by looking into the file every 30 ms while it waits
 """
 
 import asyncio
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from ...errors import StoreError
 from ...processes import provably_dead
-from ...records import Cut, Ending, Entry, Fleet, JobChange, JobNote, JobState, JobView, RunView, Term, Verdict, Worker
+from ...records import (
+    Crowd,
+    Cut,
+    Ending,
+    Entry,
+    Fleet,
+    JobChange,
+    JobNote,
+    JobState,
+    JobView,
+    RunView,
+    Term,
+    Verdict,
+    Worker,
+)
 from ...timing import Timing, boot_clock
 from ..vacancy import Vacancy
-from ..views import job_document
+from ..views import published
 from . import examination, fleet, lease, ledger, memory
 from .database import Database, OpenFile, Transaction, wall_clock
 from .examination import Finding
@@ -68,13 +81,16 @@ class SqliteBackend:
         me, name, length, before = self._worker, self._name, self._timing.lease, self._sight
         self._see(await database.ask(_reading(lambda t: fleet.look(t, name, me, length, before))))
 
-    async def attend(self) -> None:
+    async def attend(self, jobs: Sequence[JobView] | None = None) -> None:
         database = await self._open()
         me, name, length, before = self._worker, self._name, self._timing.lease, self._sight
+        news = published(jobs)
 
         def appear(file: OpenFile) -> Sight:
             with file.writing() as transaction:
                 fleet.show(transaction, name, me, length)
+                if news is not None:
+                    fleet.publish(transaction, name, news)
             with file.reading() as transaction:
                 return fleet.look(transaction, name, me, length, before)
 
@@ -107,12 +123,12 @@ class SqliteBackend:
             return False
         self._vacancy.clear()
         me, length, before = self._worker, self._timing.lease, self._sight
-        published = None if jobs is None else json.dumps([job_document(job) for job in jobs])
+        news = published(jobs)
 
         def extend(file: OpenFile) -> Sight | None:
             with file.writing() as transaction:
                 fleet.show(transaction, term.name, me, length)
-                if not lease.renew(transaction, term, me, length, published):
+                if not lease.renew(transaction, term, me, length, news):
                     return None
             with file.reading() as transaction:
                 return fleet.look(transaction, term.name, me, length, before)
@@ -166,9 +182,9 @@ class SqliteBackend:
 
     # -- ledger ------------------------------------------------------------------------------------------------------
 
-    async def enter(self, entries: Sequence[Entry]) -> list[Verdict]:
-        name, worker, length = self._name, self._worker.worker, self._timing.lease
-        return await self._write(lambda transaction: ledger.enter(transaction, name, worker, length, entries))
+    async def enter(self, entries: Sequence[Entry], beside: Collection[str] = ()) -> list[Verdict | Crowd]:
+        name, me, length = self._name, self._worker, self._timing.lease
+        return await self._write(lambda transaction: ledger.enter(transaction, name, me, length, entries, beside))
 
     async def finish(self, endings: Sequence[Ending]) -> set[str]:
         await self._write(lambda transaction: ledger.finish(transaction, self._name, endings))
@@ -184,12 +200,16 @@ class SqliteBackend:
     async def cut(self, term: Term, jobs: Sequence[str], attempts: int, within: float) -> list[Cut]:
         return await self._lead(term, _reading, lambda t: ledger.cut(t, self._name, jobs, attempts, within))
 
-    async def sweep(self, term: Term) -> int:
-        me, boot, length = self._worker.worker, lease.boot_of(self._worker), self._timing.lease
-        return await self._lead(term, _writing, lambda t: ledger.sweep(t, self._name, me, boot, length))
+    async def unseen(self, term: Term) -> dict[str, str]:
+        name, me, length = self._name, self._worker, self._timing.lease
+        return await self._lead(term, _reading, lambda t: ledger.unseen(t, name, me, length))
+
+    async def sweep(self, term: Term, silent: Collection[str] = ()) -> int:
+        name, me, length = self._name, self._worker, self._timing.lease
+        return await self._lead(term, _writing, lambda t: ledger.sweep(t, name, me, length, silent))
 
     async def prune(self, term: Term, keep: float) -> int:
-        return await self._lead(term, _writing, lambda t: ledger.prune(t, self._name, keep))
+        return await self._lead(term, _writing, lambda t: ledger.prune(t, self._name, self._worker, keep))
 
     async def meet(self, term: Term, notes: Sequence[JobNote]) -> dict[str, JobState]:
         return await self._lead(term, _writing, lambda t: memory.meet(t, self._name, notes))
@@ -215,7 +235,7 @@ class SqliteBackend:
             lease.check(transaction, term)
             return work(transaction)
 
-        if self._database is None or term != self._term_in_hand:
+        if self._database is None or not (term.is_race or term == self._term_in_hand):
             raise lease.term_is_over()
         return await self._database.ask(transacting(checked))
 

@@ -13,8 +13,8 @@ from .schema import stamp
 # Shows that this worker lives; rewrites its row only when it has grown old, so that most polls write nothing.
 SEEN = """
 INSERT INTO fastapi_singleton_worker
-    (name, worker, hostname, pid, version, boot, seen_after_boot, started_at, last_seen_at)
-VALUES (:name, :worker, :hostname, :pid, :version, :boot, :after_boot, :started_at, :now)
+    (name, worker, hostname, pid, version, process, role, boot, seen_after_boot, started_at, last_seen_at)
+VALUES (:name, :worker, :hostname, :pid, :version, :process, :role, :boot, :after_boot, :started_at, :now)
 ON CONFLICT (name, worker) DO UPDATE
 SET boot = excluded.boot, seen_after_boot = excluded.seen_after_boot, last_seen_at = excluded.last_seen_at
 WHERE boot <> excluded.boot OR seen_after_boot NOT BETWEEN excluded.seen_after_boot - :lease / 8 AND excluded.seen_after_boot
@@ -24,8 +24,16 @@ WHERE boot <> excluded.boot OR seen_after_boot NOT BETWEEN excluded.seen_after_b
 LATELY = "w.boot = :boot AND w.seen_after_boot > :after_boot - :lease AND w.seen_after_boot <= :after_boot"
 
 WORKERS = f"""
-SELECT w.worker, w.hostname, w.pid, w.started_at, w.last_seen_at, w.version FROM fastapi_singleton_worker AS w
+SELECT w.worker, w.hostname, w.pid, w.started_at, w.last_seen_at, w.version, w.role FROM fastapi_singleton_worker AS w
 WHERE w.name = :name AND {LATELY} ORDER BY w.started_at, w.worker
+"""
+
+# Publishes the jobs of a worker that does not lead: in a term of nobody's, if there was none yet.
+PUBLISH = """
+INSERT INTO fastapi_singleton_term
+    (name, token, worker, hostname, pid, process, boot, expires_after_boot, lease, acquired_at, renewed_at, released_at, jobs)
+VALUES (:name, 0, '', '', 0, '', '', 0, 0, :now, :now, :now, :jobs)
+ON CONFLICT (name) DO UPDATE SET jobs = excluded.jobs, jobs_revision = jobs_revision + 1
 """
 
 # A run as the status shows it.
@@ -60,9 +68,14 @@ class Sight:
 def show(transaction: Transaction, name: str, me: Worker, lease: float) -> None:
     """Write down that this worker lives."""
     transaction.execute(
-        SEEN, name=name, worker=me.worker, hostname=me.hostname, pid=me.pid, version=me.version, boot=boot_of(me),
-        after_boot=transaction.boot, started_at=stamp(me.started_at), now=stamp(transaction.now), lease=lease,
+        SEEN, name=name, worker=me.worker, hostname=me.hostname, pid=me.pid, version=me.version, process=me.process,
+        role=me.role, boot=boot_of(me), after_boot=transaction.boot, started_at=stamp(me.started_at),
+        now=stamp(transaction.now), lease=lease,
     )  # fmt: skip
+
+
+def publish(transaction: Transaction, name: str, jobs: str) -> None:
+    transaction.execute(PUBLISH, name=name, jobs=jobs, now=stamp(transaction.now))
 
 
 def look(transaction: Transaction, name: str, me: Worker, lease: float, before: Sight) -> Sight:

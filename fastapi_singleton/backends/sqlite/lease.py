@@ -31,9 +31,6 @@ SET token = max(token + 1, excluded.token), worker = excluded.worker, hostname =
     lease = excluded.lease, acquired_at = excluded.acquired_at, renewed_at = excluded.renewed_at, released_at = NULL
 """
 
-# Forgets workers of other boots and of long ago; a run of theirs counts as one of a worker that is gone all the same.
-FORGET = "DELETE FROM fastapi_singleton_worker WHERE boot <> :boot OR seen_after_boot < :now - 86400"
-
 # Extends the lease of the newest term, and only one that has not run out: what has lapsed is never renewed back.
 RENEW = """
 UPDATE fastapi_singleton_term
@@ -72,7 +69,6 @@ def contend(
     if row is not None and is_held(transaction, row, boot_of(me)) and not has_let_go(row["worker"], row["process"]):
         return None
     boot, after_boot = boot_of(me), transaction.boot
-    transaction.execute(FORGET, boot=boot, now=after_boot)
     transaction.execute(
         ELECT, name=name, milliseconds=int(transaction.now.timestamp() * 1000), worker=me.worker, hostname=me.hostname,
         pid=me.pid, process=me.process, boot=boot, expires=after_boot + lease, lease=lease, now=stamp(transaction.now),
@@ -118,8 +114,8 @@ def is_newest(row: sqlite3.Row | None, token: int) -> bool:
 
 
 def check(transaction: Transaction, term: Term) -> None:
-    """Raise unless the term is the newest."""
-    if not is_newest(transaction.execute(TERM, name=term.name).fetchone(), term.token):
+    """Raise unless the term is the newest. A race has none."""
+    if not term.is_race and not is_newest(transaction.execute(TERM, name=term.name).fetchone(), term.token):
         raise term_is_over()
 
 

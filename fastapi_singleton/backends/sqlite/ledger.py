@@ -4,15 +4,16 @@ A batch of claims is one transaction that holds the file's write lock from its b
 claim can come in between. The token is all that fences: a claim whose reply was lost is sent again, on whatever connection.
 """
 
+import json
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 
-from ...records import Cut, Ending, Entry, RunView, Verdict
+from ...records import GONE, SILENT, Alive, Crowd, Cut, Ending, Entry, RunView, Verdict, Worker
 from ..views import clean, parse_time, run_views
 from .database import Transaction
 from .fleet import LATELY, RUN
-from .lease import TERM, is_newest
+from .lease import TERM, boot_of, is_newest
 from .schema import stamp
 
 _AFTER_ALL = "~"  # sorts behind every time
@@ -27,6 +28,18 @@ INSERT INTO fastapi_singleton_run
 VALUES (:name, :job, :tick, :attempt, :id, :nonce, :outcome, :cause, :token, :worker, :started_at, :finished_at, :error)
 """
 
+# A job's runs that are alive, but for those of one tick.
+ALIVE = f"""
+SELECT r.worker, coalesce(w.process, '') AS process, coalesce({LATELY}, 0) AS seen
+FROM (
+    SELECT worker, tick FROM fastapi_singleton_run WHERE name = :name AND job = :job AND outcome = 'running'
+    UNION ALL
+    SELECT worker, tick FROM fastapi_singleton_run
+    WHERE name = :name AND job = :job AND outcome = 'abandoned' AND error = '{SILENT}'
+) AS r LEFT JOIN fastapi_singleton_worker AS w ON w.name = :name AND w.worker = r.worker
+WHERE r.tick <> :tick
+"""
+
 # A run that its claimer may still end: also one given up for dead meanwhile, because its ending is the truth.
 UNSETTLED = f"""
 SELECT started_at FROM fastapi_singleton_run
@@ -36,14 +49,31 @@ FINISH = f"UPDATE fastapi_singleton_run SET outcome = :outcome, error = :error, 
 
 TICKS = "SELECT DISTINCT tick FROM fastapi_singleton_run WHERE name = :name AND job = :job AND tick > :since"
 
-# Gives up runs whose worker has not been seen for a whole lease, some at a time.
+_UNSEEN = f"""r.name = :name AND r.worker <> :me AND NOT EXISTS (
+    SELECT 1 FROM fastapi_singleton_worker AS w WHERE w.name = :name AND w.worker = r.worker AND {LATELY})"""
+
+# Workers not seen for a whole lease, with runs that count as alive.
+UNSEEN = f"""
+SELECT DISTINCT r.worker, coalesce((SELECT process FROM fastapi_singleton_worker AS w
+                                    WHERE w.name = :name AND w.worker = r.worker), '') AS process
+FROM fastapi_singleton_run AS r WHERE r.outcome = 'running' AND {_UNSEEN}
+UNION
+SELECT r.worker, coalesce((SELECT process FROM fastapi_singleton_worker AS w
+                           WHERE w.name = :name AND w.worker = r.worker), '')
+FROM fastapi_singleton_run AS r WHERE r.outcome = 'abandoned' AND r.error = '{SILENT}' AND {_UNSEEN}
+"""
+
+# Gives up runs whose worker has not been seen for a whole lease, some at a time. Those of workers that live all the same
+# count as alive.
 SWEEP = f"""
-UPDATE fastapi_singleton_run SET outcome = 'abandoned', finished_at = :now, error = 'its worker is gone'
-WHERE rowid IN (
-    SELECT r.rowid FROM fastapi_singleton_run AS r
-    WHERE r.name = :name AND r.outcome = 'running' AND r.worker <> :me AND NOT EXISTS (
-        SELECT 1 FROM fastapi_singleton_worker AS w WHERE w.name = :name AND w.worker = r.worker AND {LATELY})
-    LIMIT 1000)
+UPDATE fastapi_singleton_run
+SET outcome = 'abandoned', finished_at = :now,
+    error = CASE WHEN worker IN (SELECT value FROM json_each(:silent)) THEN '{SILENT}' ELSE '{GONE}' END
+WHERE rowid IN (SELECT r.rowid FROM fastapi_singleton_run AS r WHERE r.outcome = 'running' AND {_UNSEEN} LIMIT 1000)
+"""
+DEAD = f"""
+UPDATE fastapi_singleton_run AS r SET error = '{GONE}'
+WHERE r.outcome = 'abandoned' AND r.error = '{SILENT}' AND r.worker NOT IN (SELECT value FROM json_each(:silent)) AND {_UNSEEN}
 """
 
 # Runs cut short, lately enough, that have no later attempt.
@@ -62,6 +92,9 @@ WHERE name = :name AND tick < :before AND outcome <> 'running' ORDER BY tick LIM
 DELETE = "DELETE FROM fastapi_singleton_run WHERE rowid = :rowid"
 LIFT_FLOOR = "UPDATE fastapi_singleton_term SET floor = max(floor, :floor) WHERE name = :name"
 
+# Forgets workers of other boots and of long ago; a run of theirs counts as one of a worker that is gone all the same.
+FORGET = "DELETE FROM fastapi_singleton_worker WHERE boot <> :boot OR seen_after_boot < :after_boot - 86400"
+
 RUNS = f"""
 SELECT {RUN} FROM fastapi_singleton_run AS r
 WHERE r.name = :name AND r.job = :job AND r.tick < :before
@@ -69,19 +102,24 @@ ORDER BY r.tick DESC, r.attempt DESC LIMIT :limit
 """
 
 
-def enter(transaction: Transaction, name: str, worker: str, lease: float, entries: Sequence[Entry]) -> list[Verdict]:
+def enter(
+    transaction: Transaction, name: str, me: Worker, lease: float, entries: Sequence[Entry], beside: Collection[str]
+) -> list[Verdict | Crowd]:
     """Accepts an entry iff its token (if it has one) is the newest, its tick lies above the floor and not beyond the
     store's time + lease, and there is no row for the tick and attempt, or one with the same nonce that is still running
     (then it is the same claim, sent again: also under a newer term it is its claimer's). A claim after its latest start
-    is entered as missed."""
+    is entered as missed. One that finds as many runs alive as may be is not entered, and told of them."""
     term = transaction.execute(TERM, name=name).fetchone()
-    verdicts = []
+    verdicts: list[Verdict | Crowd] = []
     for entry in entries:
         row = transaction.execute(
             WRITTEN, name=name, job=entry.job, tick=stamp(entry.tick), attempt=entry.attempt
         ).fetchone()
-        verdict = _judge(transaction, term, lease, entry, row)
-        verdicts.append(verdict or _write(transaction, name, worker, entry))
+        verdict: Verdict | Crowd | None = _judge(transaction, term, lease, entry, row)
+        if verdict is None and entry.limit is not None and _is_claimed(transaction, entry):
+            crowd = _crowd(transaction, name, me, lease, entry, beside)
+            verdict = crowd if len(crowd.alive) >= entry.limit else None
+        verdicts.append(verdict or _write(transaction, name, me.worker, entry))
     return verdicts
 
 
@@ -101,11 +139,33 @@ def _judge(
     return None
 
 
+def _is_claimed(transaction: Transaction, entry: Entry) -> bool:
+    """Whether it is entered as running: it is to be, and not too late for that."""
+    return entry.outcome == "running" and (entry.latest is None or entry.latest >= transaction.now)
+
+
+def _crowd(
+    transaction: Transaction, name: str, me: Worker, lease: float, entry: Entry, beside: Collection[str]
+) -> Crowd:
+    rows = transaction.execute(
+        ALIVE,
+        name=name,
+        job=entry.job,
+        tick=stamp(entry.tick),
+        boot=boot_of(me),
+        after_boot=transaction.boot,
+        lease=lease,
+    )
+    return Crowd(
+        tuple(Alive(row["worker"], row["process"], bool(row["seen"])) for row in rows if row["worker"] not in beside)
+    )
+
+
 def _write(transaction: Transaction, name: str, worker: str, entry: Entry) -> Verdict:
     now, outcome, error = transaction.now, entry.outcome, entry.error
-    if outcome == "running" and entry.latest is not None and entry.latest < now:
+    runs = _is_claimed(transaction, entry)
+    if outcome == "running" and not runs:
         outcome, error = "missed", f"came up only {(now - entry.tick).total_seconds():.1f} s after its time"
-    runs = outcome == "running"
     transaction.execute(
         ENTER, name=name, job=entry.job, tick=stamp(entry.tick), attempt=entry.attempt, id=entry.id, nonce=entry.nonce,
         outcome=outcome, cause=entry.cause, token=entry.token, worker=worker, error=clean(error),
@@ -133,9 +193,18 @@ def ticks(transaction: Transaction, name: str, since: Mapping[str, datetime]) ->
     }
 
 
-def sweep(transaction: Transaction, name: str, me: str, boot: str, lease: float) -> int:
-    now, after_boot = stamp(transaction.now), transaction.boot
-    return transaction.execute(SWEEP, name=name, me=me, now=now, boot=boot, after_boot=after_boot, lease=lease).rowcount
+def unseen(transaction: Transaction, name: str, me: Worker, lease: float) -> dict[str, str]:
+    rows = transaction.execute(
+        UNSEEN, name=name, me=me.worker, boot=boot_of(me), after_boot=transaction.boot, lease=lease
+    )
+    return {row["worker"]: row["process"] for row in rows}
+
+
+def sweep(transaction: Transaction, name: str, me: Worker, lease: float, silent: Collection[str]) -> int:
+    fleet = {"name": name, "me": me.worker, "boot": boot_of(me), "after_boot": transaction.boot, "lease": lease}
+    listed = json.dumps(list(silent))
+    transaction.execute(DEAD, silent=listed, **fleet)
+    return transaction.execute(SWEEP, silent=listed, now=stamp(transaction.now), **fleet).rowcount
 
 
 def cut(transaction: Transaction, name: str, jobs: Sequence[str], attempts: int, within: float) -> list[Cut]:
@@ -147,7 +216,10 @@ def cut(transaction: Transaction, name: str, jobs: Sequence[str], attempts: int,
     ]
 
 
-def prune(transaction: Transaction, name: str, keep: float) -> int:
+def prune(transaction: Transaction, name: str, me: Worker, keep: float) -> int:
+    transaction.execute(FORGET, boot=boot_of(me), after_boot=transaction.boot)
+    if transaction.execute(TERM, name=name).fetchone() is None:
+        return 0  # nothing to hold the floor yet
     old = transaction.execute(OLD, name=name, before=stamp(_ago(transaction.now, keep))).fetchall()
     if old:
         transaction.connection.executemany(DELETE, [{"rowid": row["rowid"]} for row in old])

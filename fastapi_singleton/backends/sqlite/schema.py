@@ -94,6 +94,14 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         )
         """,
     ),
+    (
+        "ALTER TABLE fastapi_singleton_worker ADD COLUMN process TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE fastapi_singleton_worker ADD COLUMN role TEXT NOT NULL DEFAULT 'standby'",
+        """
+        CREATE INDEX IF NOT EXISTS fastapi_singleton_run_running_of_job
+        ON fastapi_singleton_run (name, job) WHERE outcome = 'running'
+        """,
+    ),
 )
 
 _TABLES = 5
@@ -115,12 +123,20 @@ def ensure_schema(connection: sqlite3.Connection) -> None:
         # Read again under the lock: somebody may have finished in between.
         for number in range(_version(connection), len(MIGRATIONS)):
             for statement in MIGRATIONS[number]:
-                connection.execute(statement)
+                _repeatable(connection, statement)
             connection.execute(_NOTE_VERSION, (number + 1, stamp(datetime.now(UTC))))
         connection.execute("COMMIT")
     finally:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
+
+
+def _repeatable(connection: sqlite3.Connection, statement: str) -> None:
+    try:
+        connection.execute(statement)
+    except sqlite3.OperationalError as error:
+        if "duplicate column name" not in str(error):
+            raise
 
 
 def _version(connection: sqlite3.Connection) -> int:
