@@ -65,8 +65,8 @@ class Settling:
             return [], []
         trigger = catching_up.anchored(job.trigger, EPOCH if self._racing else state.anchor)
         late = self._gate.latest_start(job)
-        if catching_up.has_jitter(trigger):
-            plan = catching_up.Plan()  # its ticks are drawn anew each time it is asked
+        if catching_up.has_jitter(trigger) or (afresh and self._is_date_of_this_start(job)):
+            plan = catching_up.Plan()  # its ticks are others each time it is asked, or in each worker
         else:
             plan = catching_up.plan(trigger, state.since, now, known, latest_start=late, coalesce=job.coalesce)
         due = [Due(tick, cause="catch_up") for tick in plan.run]
@@ -114,6 +114,15 @@ class Settling:
         if any(other > oldest for other in accounted) or (tick < oldest and not state.new):
             return None
         return tick
+
+    def _is_date_of_this_start(self, job: Any) -> bool:
+        """`add_job(f)`: a date that is simply when this worker started."""
+        alias = job._jobstore_alias
+        return (
+            stock.is_date(job)
+            and catching_up.is_implicit(job.trigger.run_date)
+            and not stock.is_shared(self._scheduler, alias)
+        )
 
     def _is_private(self, tick: datetime, now: datetime) -> bool:
         """Whether, in a race, a tick yet to come was worked out from this worker's clock: the others have another."""

@@ -192,8 +192,7 @@ class Succession:
                 self._paused[key] = paused
         for chunk in _chunks(changes):
             await self._backend.note(term, chunk)
-        shown = {job.id: job.paused for job in self._backend.fleet.jobs}
-        if self._racing and shown != {key: job.next_run_time is None for key, job in jobs.items()}:
+        if self._racing:
             await self._heed(term, jobs)
 
     async def _heed(self, term: Term, jobs: dict[str, Any]) -> None:

@@ -167,7 +167,9 @@ class PostgresBackend:
 
     async def meet(self, term: Term, notes: Sequence[JobNote]) -> dict[str, JobState]:
         columns = [[getattr(note, field) for note in notes] for field in ("key", "fingerprint", "anchor", "paused")]
-        rows = await self._leading(term).fetch("meet", self._name, *columns)
+        rows: list[Any] = []
+        while len(rows) < len(notes):
+            rows = await self._leading(term).fetch("meet", self._name, *columns)
         return {row["key"]: JobState(*(row[field.name] for field in fields(JobState))) for row in rows}
 
     async def note(self, term: Term, changes: Sequence[JobChange]) -> None:

@@ -89,18 +89,24 @@ written AS (
 SELECT nonce FROM done WHERE nonce NOT IN (SELECT nonce FROM free)
 """
 
-# Makes a job known at its first meeting, and remembers what it was; a changed schedule starts afresh.
+# Makes a job known at its first meeting, and remembers what it was; a changed schedule starts afresh. One that somebody else
+# makes known at this very moment may not be among the answers: ask again.
 MEET = """
-INSERT INTO fastapi_singleton.job AS j (name, key, fingerprint, since, anchor, paused)
-SELECT $1, n.key, n.fingerprint, clock_timestamp(), n.anchor, n.paused
-FROM unnest($2::text[], $3::text[], $4::timestamptz[], $5::boolean[]) AS n (key, fingerprint, anchor, paused)
-ON CONFLICT (name, key) DO UPDATE SET
-    fingerprint = excluded.fingerprint,
-    since = CASE WHEN j.fingerprint = excluded.fingerprint THEN j.since ELSE clock_timestamp() END,
-    anchor = CASE WHEN j.fingerprint = excluded.fingerprint THEN j.anchor ELSE excluded.anchor END,
-    paused = CASE WHEN j.fingerprint = excluded.fingerprint THEN j.paused ELSE excluded.paused END,
-    removed = CASE WHEN j.fingerprint = excluded.fingerprint THEN j.removed ELSE false END
-RETURNING key, since, anchor, paused, removed, xmax = 0 AS new
+WITH noted AS MATERIALIZED (
+    SELECT n.* FROM unnest($2::text[], $3::text[], $4::timestamptz[], $5::boolean[]) AS n (key, fingerprint, anchor, paused)
+),
+met AS (
+    INSERT INTO fastapi_singleton.job AS j (name, key, fingerprint, since, anchor, paused)
+    SELECT $1, key, fingerprint, clock_timestamp(), anchor, paused FROM noted
+    ON CONFLICT (name, key) DO UPDATE SET fingerprint = excluded.fingerprint, since = excluded.since,
+        anchor = excluded.anchor, paused = excluded.paused, removed = false
+    WHERE j.fingerprint <> excluded.fingerprint
+    RETURNING key, since, anchor, paused, removed, xmax = 0 AS new
+)
+SELECT * FROM met
+UNION ALL
+SELECT key, j.since, j.anchor, j.paused, j.removed, false FROM fastapi_singleton.job AS j JOIN noted USING (key)
+WHERE j.name = $1 AND key NOT IN (SELECT met.key FROM met)
 """
 
 # A resumed job owes nothing for the time it was paused.

@@ -10,13 +10,12 @@ from .schema import stamp
 
 JOB = "SELECT * FROM fastapi_singleton_job WHERE name = :name AND key = :key"
 
-# Makes a job known at its first meeting; a changed schedule starts afresh, an unchanged one stays as it is.
+# Makes a job known at its first meeting, or afresh when its schedule has changed.
 MEET = """
 INSERT INTO fastapi_singleton_job (name, key, fingerprint, since, anchor, paused)
 VALUES (:name, :key, :fingerprint, :now, :anchor, :paused)
 ON CONFLICT (name, key) DO UPDATE
 SET fingerprint = excluded.fingerprint, since = excluded.since, anchor = excluded.anchor, paused = excluded.paused, removed = 0
-WHERE fingerprint <> excluded.fingerprint
 """
 
 # A resumed job owes nothing for the time it was paused; `since` only ever grows.
@@ -31,12 +30,14 @@ WHERE name = :name AND key = :key
 def meet(transaction: Transaction, name: str, notes: Sequence[JobNote]) -> dict[str, JobState]:
     states = {}
     for note in notes:
-        new = transaction.execute(JOB, name=name, key=note.key).fetchone() is None
-        transaction.execute(
-            MEET, name=name, key=note.key, fingerprint=note.fingerprint, now=stamp(transaction.now),
-            anchor=_optional(note.anchor), paused=note.paused,
-        )  # fmt: skip
         row = transaction.execute(JOB, name=name, key=note.key).fetchone()
+        new = row is None
+        if row is None or row["fingerprint"] != note.fingerprint:
+            transaction.execute(
+                MEET, name=name, key=note.key, fingerprint=note.fingerprint, now=stamp(transaction.now),
+                anchor=_optional(note.anchor), paused=note.paused,
+            )  # fmt: skip
+            row = transaction.execute(JOB, name=name, key=note.key).fetchone()
         anchor = None if row["anchor"] is None else parse_time(row["anchor"])
         paused, removed = bool(row["paused"]), bool(row["removed"])
         states[note.key] = JobState(parse_time(row["since"]), anchor, paused, removed, new)
