@@ -17,6 +17,7 @@ from typing import Any
 # Ticks of one job that are listed one by one as missed. After days without a leader a job of every second has more.
 MOST_MISSED = 1000
 INSTANT = timedelta(microseconds=1)
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)  # where an interval starts if all workers are to agree on it
 
 
 @dataclass
@@ -47,6 +48,10 @@ def ticks_from(trigger: Any, first: datetime | None, until: datetime) -> Iterato
 def next_tick(trigger: Any, now: datetime) -> datetime | None:
     """The trigger's first tick after `now`."""
     tick: datetime | None = trigger.get_next_fire_time(None, now + INSTANT)
+    before = None
+    # A calendar interval begins with its very first tick, whatever it is asked.
+    while tick is not None and tick <= now and tick != before:
+        before, tick = tick, trigger.get_next_fire_time(tick, now + INSTANT)
     return tick if tick is not None and tick > now else None
 
 
@@ -57,9 +62,9 @@ def plan(
     result = Plan()
     oldest = now - timedelta(seconds=latest_start)
     if since < oldest:
-        too_old = ticks_between(trigger, since, oldest - INSTANT)
-        result.missed = [tick for tick in islice(too_old, MOST_MISSED) if tick not in known]
-        if next(too_old, None) is not None:
+        missing = (tick for tick in ticks_between(trigger, since, oldest - INSTANT) if tick not in known)
+        result.missed = list(islice(missing, MOST_MISSED))
+        if next(missing, None) is not None:
             result.unlisted_until = oldest
     result.run = [tick for tick in ticks_between(trigger, max(since, oldest - INSTANT), now) if tick not in known]
     if coalesce:
@@ -69,8 +74,8 @@ def plan(
 
 def is_implicit(moment: Any) -> bool:
     """Whether a time was taken from a clock rather than chosen: then it has a fraction of a second, and differs in
-    every worker."""
-    return isinstance(moment, datetime) and moment.microsecond != 0
+    every worker, unless it was put to where all agree."""
+    return isinstance(moment, datetime) and (moment.microsecond != 0 or moment == EPOCH)
 
 
 def anchor(trigger: Any) -> datetime | None:

@@ -17,7 +17,7 @@ from typing import Any
 from . import __version__
 from .backends import Backend, Store, find_store
 from .errors import SingletonError
-from .records import RunView, Worker
+from .records import RunView, Worker, is_name
 from .timing import Timing
 
 URL_VARIABLE = "FASTAPI_SINGLETON_URL"
@@ -51,14 +51,14 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(act=act)
         if name != "schema":
             made.add_argument("--url", help=f"the store (default: ${URL_VARIABLE}, then a SQLite file here)")
-            made.add_argument("--name", default="default", help="the fleet's name (default: %(default)s)")
+            made.add_argument("--name", type=_name, default="default", help="the fleet's name (default: %(default)s)")
         if data:
             made.add_argument("--json", action="store_true", help="print JSON")
         return made
 
     run = command("run", _run, "run a command under a named lock, once among all hosts, and record it")
     run.usage = "fastapi-singleton run NAME [options] -- CMD [ARG ...]"
-    run.add_argument("job", metavar="NAME", help="what the run is called in the ledger")
+    run.add_argument("job", metavar="NAME", type=_name, help="what the run is called in the ledger")
     run.add_argument(
         "--min-gap", type=_seconds, default=30.0, help="do not run again within so many seconds (default: 30)"
     )
@@ -73,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     schema = command("schema", _schema, "print the SQL that creates the tables, for an administrator to run")
     schema.add_argument("--role", default="your_application_role", help="the role the application connects as")
     return parser
+
+
+def _name(text: str) -> str:
+    if not is_name(text):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be a name: use a short text such as 'app'")
+    return text
 
 
 def _seconds(text: str) -> float:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from .backends import Backend, Store
 from .errors import StoreError
 from .processes import provably_alive, provably_dead
-from .records import Alive, Crowd, Ending, Entry, Verdict, Worker
+from .records import UNBEGUN, Alive, Crowd, Ending, Entry, Verdict, Worker
 from .timing import Timing
 
 logger = logging.getLogger("fastapi_singleton")
@@ -153,7 +153,7 @@ class Ledger:
             elif not asked.answer.done():
                 asked.answer.set_result(verdict)
             elif verdict is Verdict.YOURS:
-                self.end(Ending(asked.entry, "abandoned", 0.0, "its worker stopped before it began"))
+                self.end(Ending(asked.entry, "abandoned", 0.0, UNBEGUN))
 
     async def _judge(self, entries: Sequence[Entry]) -> list[Verdict]:
         """Enter them, those that find too many runs alive as skipped."""

@@ -9,6 +9,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import Literal
+from urllib.parse import quote
 
 from .backends import Backend, Store
 from .errors import ConfigurationError, LockHeldError, StoreError
@@ -16,6 +18,8 @@ from .records import Term, Worker
 from .timing import Timing, boot_clock
 
 logger = logging.getLogger("fastapi_singleton")
+
+PREFIX = "lock:"  # of the names that locks have in the store, and no fleet
 
 
 class Lock:
@@ -41,11 +45,19 @@ class Lock:
         return self._lost.is_set()
 
     async def wait_lost(self) -> None:
-        """Until the lock is lost."""
-        await self._lost.wait()
+        """Until the lock is lost, or may be."""
+        while not self.lost:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._lost.wait(), max(0.001, self._trusted_until - self._clock()))
 
     async def keep(self) -> None:
         """Renew until it is lost or this is cancelled. A lost lock is never renewed back."""
+        try:
+            await self._renew()
+        finally:
+            self._lost.set()
+
+    async def _renew(self) -> None:
         while not self.lost:
             await self._backend.vacancy(self._timing.renew_every)
             sent = self._clock()
@@ -60,14 +72,18 @@ class Lock:
                 logger.warning("The lock %s was lost: the store has ended it", self._term.name)
                 break
             self._trusted_until = sent + self._timing.trust
-        self._lost.set()
 
     async def release(self) -> None:
-        """Let go of it; at once for everybody who waits, if the store can be told."""
-        if not self._lost.is_set():
-            with suppress(StoreError):
-                await self._backend.release(self._term)
+        """Let go of it; at once for everybody who waits, if the store can be told. One that is lost may be free by now, and
+        somebody else's: that one is not touched."""
+        with suppress(StoreError):
+            await self._backend.release(self._term)
         self._lost.set()
+
+
+def lock_name(fleet: str, kind: Literal["lock", "once", "run"], name: str) -> str:
+    """No two of these are the same."""
+    return f"{quote(fleet, safe='')}:{kind}:{name}"
 
 
 @asynccontextmanager
@@ -76,7 +92,7 @@ async def hold(
 ) -> AsyncIterator[Lock]:
     """Hold the lock of that name while the block lasts. Raises `LockHeldError` if somebody else has it for longer than
     `wait` seconds, and `StoreError` if the store does not answer for as long: the block never runs unlocked."""
-    backend = store.open(f"lock:{name}", Worker.here(), timing)
+    backend = store.open(f"{PREFIX}{name}", Worker.here(), timing)
     try:
         term, sent = await _acquire(backend, name, timing, clock() + wait, clock)
         lock = Lock(backend, term, timing, sent, clock)
@@ -110,7 +126,7 @@ async def _acquire(
         left = deadline - clock()
         if left <= 0 and not failures:
             leader = backend.fleet.leader
-            raise LockHeldError(name, leader.worker if leader is not None else None)
+            raise LockHeldError(name.split(":", 2)[-1], leader.worker if leader is not None else None)
         pause = timing.backoff(failures) if failures else timing.jittered(timing.poll)
         await (asyncio.sleep(min(pause, max(left, 0.01))) if failures else backend.vacancy(min(pause, left)))
 

@@ -31,7 +31,19 @@ def _lives(process: str) -> bool | None:
     pid, _, start = rest.partition("/")
     if not pid.isdecimal() or not start or boot != _boot() or namespace != _namespace():
         return None
-    return _start_time(int(pid)) == start
+    found = _start_time(int(pid))
+    # What cannot be read may be another user's process in a system that hides those.
+    return found == start if found is not None else (False if _is_gone(int(pid)) else None)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _boot() -> str:
@@ -45,11 +57,13 @@ def _namespace() -> str:
         return ""
 
 
-def _start_time(pid: int) -> str:
-    """In clock ticks since the boot; empty for a process that is gone, or dead and not yet buried."""
+def _start_time(pid: int) -> str | None:
+    """In clock ticks since the boot; empty for a process that is dead and not yet buried, None where nothing can be read."""
     # The command's name, in parentheses, may hold spaces and parentheses itself.
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]
+    if len(fields) < 20:
+        return None
+    return "" if fields[0] in "ZX" else fields[19]
 
 
 def _read(path: str) -> str:

@@ -22,6 +22,15 @@ Role = Literal[
 # nevertheless, frozen perhaps, so that its run still counts as one that is alive.
 GONE = "its worker is gone"
 SILENT = "its worker does not answer, but lives"
+# How a claim ends that was taken back.
+UNBEGUN = "it never began: its worker stopped, or lost the lock"
+
+
+def is_name(text: object) -> bool:
+    """Whether it is a text that every store can take, for a fleet, a lock or a job."""
+    if not isinstance(text, str) or not text.strip() or "\0" in text or len(text) > 200:
+        return False
+    return text.encode("utf-8", "replace").decode() == text
 
 
 def run_id(name: str, job: str, tick: datetime, attempt: int) -> str:

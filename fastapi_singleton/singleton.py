@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from .backends import Backend, find_store
@@ -13,10 +13,10 @@ from .election import Elector, SeveralDuties
 from .errors import ConfigurationError, StoreError
 from .jobs import current_run
 from .ledger import Ledger
-from .locks import Lock, check_wait, hold
+from .locks import PREFIX, Lock, check_wait, hold, lock_name
 from .once import run_once
 from .racing import Racer
-from .records import BackendView, Fleet, RunView, Status, Term, Worker
+from .records import BackendView, Fleet, RunView, Status, Term, Worker, is_name
 from .scheduling import SchedulerDuties
 from .tasks import TaskDuties, TaskFunction
 from .timing import Timing, boot_clock
@@ -54,7 +54,7 @@ class Singleton:
         connect: Callable[[], Awaitable[Any]] | None = None,
         enabled: bool = True,
     ) -> None:
-        if not _is_name(name):
+        if not is_name(name) or name.startswith(PREFIX):
             raise ConfigurationError(
                 f"name={name!r} cannot name a fleet.", hint="use a short text, the same in every worker, such as 'app'."
             )
@@ -143,7 +143,7 @@ class Singleton:
         ledger = Ledger(backend, self._timing)
         if self._duties is not None:
             self._duties.open(self._name, self._timing.lease, lambda: elector.term, backend, ledger)
-        self._worker, self._backend, self._elector = worker, backend, elector
+        self._worker, self._backend, self._elector, self._reading = worker, backend, elector, asyncio.Lock()
         # Tasks that the lifespan merely holds: a task group across `yield` would tear the application's resources down
         # while the server still answers.
         election = asyncio.create_task(elector.run(), name=f"fastapi_singleton:{self._name}:election")
@@ -226,6 +226,7 @@ class Singleton:
         problems = [self._elector.problem] if self._elector.problem is not None else []
         if self._duties is not None:
             problems += self._duties.problems
+        problems += self._tasks.problems
         if self._is_disjoint():
             problem = (
                 f"This worker has none of the jobs that the leader of {self._name!r} runs, so its own never run. "
@@ -248,7 +249,18 @@ class Singleton:
         """A job's runs, the newest first, from before that scheduled time on. Asks the store: `StoreError` if it is away."""
         if self._backend is None:
             raise StoreError("The lifespan is not open.", hint="ask while the application runs.")
-        return await self._backend.runs(job, limit, before)
+        # One at a time, and never cut short: readers share the leader's connection, and must neither hold up a renewal
+        # nor leave a doubt behind that would end the term.
+        reading = asyncio.create_task(self._read(self._backend, job, limit, before))
+        return await asyncio.shield(reading)
+
+    async def _read(self, backend: Backend, job: str, limit: int, before: datetime | None) -> list[RunView]:
+        try:
+            before = before.astimezone(UTC) if before is not None else None
+        except OverflowError:  # at the very edge of time
+            before = before and before.replace(tzinfo=UTC)
+        async with self._reading:
+            return await backend.runs(job, limit, before)
 
     def task(self, func: TaskFunction) -> TaskFunction:
         """`@singleton.task` on a coroutine function: it runs in the worker that leads and nowhere else, is cancelled when
@@ -264,15 +276,15 @@ class Singleton:
     def lock(self, name: str, *, wait: float = 0.0) -> AbstractAsyncContextManager[Lock]:
         """`async with singleton.lock("reports") as lock:` holds a lock in the whole fleet, renewed while the block lasts.
         Raises `LockHeldError` if somebody else has it for longer than `wait` seconds. Works outside the lifespan too."""
-        if not _is_name(name):
+        if not is_name(name):
             raise ConfigurationError(f"name={name!r} cannot name a lock.", hint="use a short text such as 'reports'.")
         check_wait(wait)
-        return hold(self._store, f"{self._name}:{name}", self._timing, wait)
+        return hold(self._store, lock_name(self._name, "lock", name), self._timing, wait)
 
     async def once(self, key: str, func: Callable[[], Any]) -> bool:
         """Run the function (or coroutine function) at most once in the fleet for that key, for as long as the ledger is
         kept. True if this call ran it; a failure is recorded and raised, and nobody tries again."""
-        if not _is_name(key):
+        if not is_name(key):
             raise ConfigurationError(f"key={key!r} cannot be a key.", hint="use a short text such as 'import-2026'.")
         return await run_once(self._store, self._name, key, self._timing, func)
 
@@ -291,10 +303,3 @@ class Singleton:
         if actions:
             raise ConfigurationError("The router has no actions.", hint="leave out actions=True.")
         return make_router(self.status, self.runs, prefix=prefix, dependencies=dependencies)
-
-
-def _is_name(name: object) -> bool:
-    """A text that every store can take."""
-    if not isinstance(name, str) or not name.strip() or "\0" in name or len(name) > 200:
-        return False
-    return name.encode("utf-8", "replace").decode() == name

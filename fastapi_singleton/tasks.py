@@ -12,6 +12,7 @@ logger = logging.getLogger("fastapi_singleton")
 
 TaskFunction = Callable[[], Awaitable[object]]
 _LONGEST_PAUSE = 60.0
+_PATIENCE = 0.5
 _LONGEST_ERROR = 200
 
 
@@ -20,8 +21,9 @@ class TaskDuties(Duties):
 
     def __init__(self) -> None:
         self._functions: dict[str, TaskFunction] = {}
-        self._running: list[asyncio.Task[None]] = []
+        self._running: dict[str, asyncio.Task[None]] = {}
         self._states: dict[str, str] = {}
+        self.problems: list[str] = []
 
     def add(self, func: TaskFunction) -> None:
         if not asyncio.iscoroutinefunction(func):
@@ -35,15 +37,25 @@ class TaskDuties(Duties):
         self._functions[name] = func
 
     async def take_up(self, term: Term) -> None:
-        # One that has not ended yet (it does not heed its cancellation) must not run beside its successor.
-        await asyncio.gather(*self._running, return_exceptions=True)
-        self._running = [
-            asyncio.create_task(self._run(name, func), name=f"fastapi_singleton:task:{name}")
-            for name, func in self._functions.items()
-        ]
+        # One that has not ended yet (it does not heed its cancellation) must not run beside its successor; nor may it keep
+        # the leader from everything else.
+        if self._running:
+            await asyncio.wait(self._running.values(), timeout=_PATIENCE)
+        self.problems = []
+        for name, func in self._functions.items():
+            if name in self._running and not self._running[name].done():
+                self._states[name] = "still running, though it was cancelled"
+                self.problems.append(
+                    f"The task {name} goes on after its cancellation, so it is not started again. "
+                    "Hint: let CancelledError pass; the next term starts it, once it has ended."
+                )
+                logger.error("%s", self.problems[-1])
+            else:
+                task = asyncio.create_task(self._run(name, func), name=f"fastapi_singleton:task:{name}")
+                self._running[name] = task
 
     def lay_down(self) -> None:
-        for task in self._running:
+        for task in self._running.values():
             task.cancel()
 
     def jobs(self) -> Sequence[JobView]:
@@ -53,7 +65,7 @@ class TaskDuties(Duties):
         """Wait for what was cancelled, that long at most."""
         self.lay_down()
         if self._running:
-            await asyncio.wait(self._running, timeout=timeout)
+            await asyncio.wait(self._running.values(), timeout=timeout)
 
     async def _run(self, name: str, func: TaskFunction) -> None:
         failures = 0
@@ -61,7 +73,10 @@ class TaskDuties(Duties):
             self._states[name] = f"running after {failures} failure(s)" if failures else "running"
             try:
                 await func()
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:
+                task = asyncio.current_task()
+                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                    raise  # meant for this task, not come out of what it awaits
                 failures += 1
                 logger.exception("The leader's task %s failed and will be started again", name, extra={"task": name})
                 self._states[name] = f"failed {failures} time(s), last: {type(error).__name__}: {error}"[

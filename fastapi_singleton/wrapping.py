@@ -2,26 +2,34 @@
 
 The named lock keeps a second command from starting while one runs; the ledger keeps one from starting right after a fast
 one has ended, on a host whose clock is a little behind. Both ask the store's clock, never a host's.
+
+The command must not outlive the lock. It is a session of its own, signalled as a whole; if the lock is lost it is told to stop,
+and killed when the lease is over at the latest; if this process is killed, the kernel kills the command (on Linux; what that
+has started itself is beyond its reach).
 """
 
 import asyncio
+import ctypes
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from .backends import Store
 from .errors import LockHeldError
 from .ledger import open_ledger
-from .locks import Lock, hold
-from .records import Ending, Entry, RunView, Verdict
+from .locks import Lock, hold, lock_name
+from .records import UNBEGUN, Ending, Entry, RunView, Verdict
 from .timing import Timing, boot_clock
 
+Answer = TypeVar("Answer")
+
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-_GRACE = 10.0  # between asking the command to stop and making it
 CANNOT_START = 127
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ async def run(store: Store, wrapped: Wrapped) -> int:
     """The exit code: the command's own, or `busy_exit_code` if it was not run."""
     timing = Timing(wrapped.lease)
     try:
-        async with hold(store, f"{wrapped.name}:run:{wrapped.job}", timing, wrapped.wait) as lock:
+        async with hold(store, lock_name(wrapped.name, "run", wrapped.job), timing, wrapped.wait) as lock:
             return await _run_locked(store, wrapped, timing, lock)
     except LockHeldError as held:
         _say(f"{wrapped.job} is being run by {held.holder or 'another worker'}; not run here.")
@@ -51,16 +59,22 @@ async def run(store: Store, wrapped: Wrapped) -> int:
 async def _run_locked(store: Store, wrapped: Wrapped, timing: Timing, lock: Lock) -> int:
     async with open_ledger(store, wrapped.name, timing) as (backend, ledger):
         now = backend.now()
-        for earlier in await backend.runs(wrapped.job, 1):
+        for earlier in [run for run in await backend.runs(wrapped.job, 10) if run.error != UNBEGUN][:1]:
             if reason := _too_soon(earlier, (now - earlier.scheduled_for).total_seconds(), wrapped.min_gap):
                 _say(f"{wrapped.job} {reason}; not run here.")
                 return wrapped.busy_exit_code
         entry = Entry(wrapped.name, wrapped.job, now)
-        if await ledger.enter(entry) is not Verdict.YOURS:
+        verdict = await _before(lock, ledger.enter(entry))
+        if lock.lost:
+            # This process stood still, or the store was away: somebody else may hold the lock, and run the command.
+            ledger.end(Ending(entry, "abandoned", 0.0, UNBEGUN))
+            _say(f"the lock was lost before {wrapped.job} began; not run here.")
+            return wrapped.busy_exit_code
+        if verdict is not Verdict.YOURS:
             _say(f"{wrapped.job} has just been run by somebody else; not run here.")
             return wrapped.busy_exit_code
         began = boot_clock()
-        code, error = await _command(wrapped.command, entry, lock)
+        code, error = await _command(wrapped.command, entry, lock, grace=timing.margin)
         ledger.end(Ending(entry, "failed" if error else "succeeded", boot_clock() - began, error))
         return code
 
@@ -71,49 +85,88 @@ def _too_soon(earlier: RunView, seconds: float, min_gap: float) -> str | None:
     return f"was run {max(seconds, 0.0):.1f} s ago by {earlier.worker} (run {earlier.id}, {earlier.outcome})"
 
 
-async def _command(command: Sequence[str], entry: Entry, lock: Lock) -> tuple[int, str | None]:
+async def _before(lock: Lock, asking: Coroutine[Any, Any, Answer]) -> Answer | None:
+    """The answer, unless the lock is lost before it comes."""
+    asked, lost = asyncio.create_task(asking), asyncio.create_task(lock.wait_lost())
+    try:
+        await asyncio.wait((asked, lost), return_when=asyncio.FIRST_COMPLETED)
+        return asked.result() if asked.done() else None
+    finally:
+        for task in (asked, lost):
+            task.cancel()
+        await asyncio.gather(asked, lost, return_exceptions=True)
+
+
+async def _command(command: Sequence[str], entry: Entry, lock: Lock, grace: float) -> tuple[int, str | None]:
     """Run the command to its end, pass signals on to it, and stop it if the lock is lost."""
     environment = {
         **os.environ,
         "FASTAPI_SINGLETON_RUN_ID": entry.id,
         "FASTAPI_SINGLETON_TOKEN": str(lock.token),
     }
-    try:
-        process = await asyncio.create_subprocess_exec(*command, env=environment)
-    except OSError as error:
-        _say(f"{command[0]} cannot be started: {error.strerror}.")
-        return CANNOT_START, f"cannot be started: {error.strerror}"
-    loop = asyncio.get_running_loop()
-    for kind in _FORWARDED:
-        loop.add_signal_handler(kind, _pass_on, process, kind)
-    ended, lost = asyncio.create_task(process.wait()), asyncio.create_task(lock.wait_lost())
-    try:
-        await asyncio.wait((ended, lost), return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done():
+    with _Signals() as signals:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, env=environment, start_new_session=True, preexec_fn=_die_with_parent()
+            )
+        except OSError as error:
+            _say(f"{command[0]} cannot be started: {error.strerror}.")
+            return CANNOT_START, f"cannot be started: {error.strerror}"
+        signals.pass_on_to(process.pid)
+        code = await _before(lock, process.wait())
+        if code is None:
             _say("the lock was lost: stopping the command.")
-            await _stop(process, ended)
+            await _stop(process, grace)
             return 128 + signal.SIGTERM, "stopped, because its lock was lost"
-        code = ended.result()
         if code < 0:
             return 128 - code, f"ended by signal {-code}"
         return code, f"exit code {code}" if code else None
-    finally:
-        lost.cancel()
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    if sys.platform != "linux":
+        return None
+    kernel = ctypes.CDLL(None)  # found before the fork, after which as little as possible should be done
+    return lambda: kernel.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+
+
+async def _stop(process: asyncio.subprocess.Process, grace: float) -> None:
+    _signal(process.pid, signal.SIGTERM)
+    with suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), grace)
+    _signal(process.pid, signal.SIGKILL)  # also what it has left behind
+    await process.wait()
+
+
+class _Signals:
+    """Passes signals on to the command; those that come before there is one, as soon as there is."""
+
+    def __enter__(self) -> "_Signals":
+        self._early: list[signal.Signals] = []
+        self._to: int | None = None
         for kind in _FORWARDED:
-            loop.remove_signal_handler(kind)
+            asyncio.get_running_loop().add_signal_handler(kind, self._hear, kind)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for kind in _FORWARDED:
+            asyncio.get_running_loop().remove_signal_handler(kind)
+
+    def pass_on_to(self, pid: int) -> None:
+        self._to = pid
+        for kind in self._early:
+            _signal(pid, kind)
+
+    def _hear(self, kind: signal.Signals) -> None:
+        if self._to is None:
+            self._early.append(kind)
+        else:
+            _signal(self._to, kind)
 
 
-async def _stop(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -> None:
-    _pass_on(process, signal.SIGTERM)
-    done, _ = await asyncio.wait((ended,), timeout=_GRACE)
-    if not done:
-        _pass_on(process, signal.SIGKILL)
-        await ended
-
-
-def _pass_on(process: asyncio.subprocess.Process, kind: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        process.send_signal(kind)
+def _signal(group: int, kind: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, kind)
 
 
 def _say(text: str) -> None:

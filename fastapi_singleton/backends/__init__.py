@@ -162,6 +162,7 @@ def find_store(url: str | None, connect: Callable[[], Awaitable[Any]] | None) ->
         from .sqlite import SqliteStore
 
         return SqliteStore.parse(url)
-    # Only the scheme is repeated: the rest of the URL may hold a password.
+    # Only the scheme is repeated, and only if there is one: the rest of the URL may hold a password.
     known = ", ".join(f"{each}://" for each in (*POSTGRESQL, *REDIS)) + ", sqlite:///"
-    raise ConfigurationError(f"Unknown store URL scheme {scheme!r}.", hint=f"use one of {known}.")
+    named = f" {scheme!r}" if "://" in url else ""
+    raise ConfigurationError(f"Unknown store URL scheme{named}.", hint=f"use one of {known}.")

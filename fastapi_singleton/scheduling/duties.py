@@ -16,6 +16,7 @@ from apscheduler.events import (
     EVENT_JOB_ADDED,
     EVENT_JOB_MAX_INSTANCES,
     EVENT_JOB_MISSED,
+    EVENT_JOB_MODIFIED,
     EVENT_JOB_REMOVED,
     JobExecutionEvent,
     JobSubmissionEvent,
@@ -226,4 +227,6 @@ class SchedulerDuties(Duties):
                 self._succession.removed(self._names.removed(event.job_id))
         if event.code == EVENT_JOB_ADDED and self._racing and self._gate.accepting:
             self._join_race(event)
+        if event.code & (EVENT_JOB_ADDED | EVENT_JOB_MODIFIED | EVENT_JOB_REMOVED):
+            self._gate.on_loop(self._succession.hurry)
         type(self.scheduler)._dispatch_event(self.scheduler, event)

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import Token
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -151,6 +152,11 @@ class Gate:
             self._loop.call_soon_threadsafe(self._ledger.end, ending)
         except RuntimeError:
             logger.warning("A run of %s ended after its worker, and will be shown as abandoned", ending.entry.job)
+
+    def on_loop(self, do: Callable[[], None]) -> None:
+        """Do something on the event loop soon, from whatever thread, unless it is closed."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(do)
 
     def remark(self, job: Any, ticks: Sequence[datetime], reason: str) -> None:
         """Write down ticks that are not run, and why."""

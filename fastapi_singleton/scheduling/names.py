@@ -29,7 +29,7 @@ class Names:
         name = self._by_id.get(job.id)
         if name is None:
             name = self._natural(job, job._jobstore_alias)
-            self._give(job, name if name not in self._taken else job.id)
+            self._give(job, name if name not in self._taken else _writable(job.id))
         return self._by_id[job.id]
 
     def removed(self, job_id: str) -> str:
@@ -44,8 +44,13 @@ class Names:
             self._taken.discard(job_id)
 
     def _natural(self, job: Any, alias: str) -> str:
-        return stock.job_key(job, shared=stock.is_shared(self._scheduler, alias))
+        return _writable(stock.job_key(job, shared=stock.is_shared(self._scheduler, alias)))
 
     def _give(self, job: Any, name: str) -> None:
         self._by_id[job.id] = name
         self._taken.add(name)
+
+
+def _writable(name: str) -> str:
+    """What every store can write down: a lone surrogate or a NUL, if there is one, spelt out."""
+    return name.replace("\0", "\\0").encode("utf-8", "backslashreplace").decode()

@@ -6,17 +6,16 @@ from 1970 on, and a tick that a worker's own clock has made stands for the momen
 
 import logging
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from .. import catching_up
+from ..catching_up import EPOCH
 from ..records import Entry, JobNote, JobState, Term
 from . import stock
 from .gate import Due, Gate
 
 logger = logging.getLogger("fastapi_singleton")
-
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Settling:

@@ -15,6 +15,7 @@ from apscheduler.events import EVENT_JOB_SUBMITTED, JobSubmissionEvent
 from apscheduler.executors.base import MaxInstancesReachedError
 
 from ..backends import Backend
+from ..catching_up import fingerprint
 from ..errors import StoreError
 from ..jobs import policy_of
 from ..ledger import Ledger
@@ -30,7 +31,7 @@ logger = logging.getLogger("fastapi_singleton")
 
 # A job whose every attempt takes its worker down must not go on for ever.
 MOST_ATTEMPTS = 5
-_CHUNK = 200
+_SETTLE_EVERY = 60.0
 
 
 class Succession:
@@ -49,10 +50,11 @@ class Succession:
         self._keep_runs = keep_runs
         self._settling = settling
         self._racing = racing
-        self._paused: dict[str, bool] = {}
+        self._paused: dict[str, bool] = {}  # as the fleet was told
+        self._triggers: dict[str, Any] = {}
         self._removed: set[str] = set()
         self._repeating: set[tuple[str, datetime, int]] = set()
-        self._tidied_at = 0.0
+        self._tidied_at = self._settled_at = 0.0
         self._term: Term | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -60,9 +62,10 @@ class Succession:
         """A term begins. `started_at` tells when the scheduler was started for it, by the store's clock, and is None if it
         was resumed."""
         self._term = term
-        self._paused.clear()
+        if started_at is not None:
+            self._paused.clear()
+            self._removed.clear()
         self._repeating.clear()
-        self._removed.clear()
         self._tidied_at = 0.0
         self._tasks = [asyncio.create_task(self._take_over(term, started_at))]
 
@@ -81,15 +84,22 @@ class Succession:
             self._tasks = [asyncio.create_task(self._look_after(self._term))]
 
     def removed(self, key: str) -> None:
-        """The application removed a job; the fleet is told at the next renewal."""
+        """The application removed a job."""
         self._removed.add(key)
         self._paused.pop(key, None)
+
+    def hurry(self) -> None:
+        """The application did something to a job: the fleet is told now, or at the next renewal."""
+        if self._term is not None and all(task.done() and not task.cancelled() for task in self._tasks):
+            self.go_on()
 
     # -- taking over -------------------------------------------------------------------------------------------------
 
     async def _take_over(self, term: Term, started_at: datetime | None) -> None:
         try:
             jobs = self._jobs()
+            # What the application did to its jobs here while nobody could be told.
+            await self._note_changes(term, jobs)
             states = await self._meet(term, jobs)
             await self._sweep(term)  # before anything is claimed: runs of the dead must not count
             now = self._backend.now()
@@ -109,11 +119,7 @@ class Succession:
             for job, ticks in due:
                 self._submit(job, ticks)
             await asyncio.gather(*(self._ledger.enter(remark) for remark in remarks))
-            settled = [
-                JobChange(key, since=now - timedelta(seconds=self._gate.latest_start(job))) for key, job in jobs.items()
-            ]
-            for chunk in _chunks(settled):
-                await self._backend.note(term, chunk)
+            await self._note_settled(term, jobs, now)
             await self._tidy(term)
         except StoreError:
             logger.debug("The term ended while it was being taken up")
@@ -128,7 +134,8 @@ class Succession:
         states: dict[str, JobState] = {}
         for chunk in _chunks(notes):
             states |= await self._backend.meet(term, chunk)
-        self._paused = {key: state.paused for key, state in states.items() if not state.removed}
+        self._paused |= {key: state.paused for key, state in states.items() if not state.removed}
+        self._triggers |= {key: job.trigger for key, job in jobs.items()}
         return states
 
     async def _known(
@@ -140,7 +147,7 @@ class Succession:
             for key, job in jobs.items()
         ]
         known: dict[str, set[datetime]] = {}
-        for chunk in _chunks(since):
+        for chunk in _chunks(since, 50):  # each may have thousands of ticks
             known |= await self._backend.ticks(term, dict(chunk))
         return known
 
@@ -175,25 +182,45 @@ class Succession:
             logger.exception("The jobs could not be looked after")
 
     async def _tell(self, term: Term) -> None:
-        """Tell the fleet of jobs that were added, paused, resumed or removed here since."""
+        """Tell the fleet of jobs that were added, rescheduled, paused, resumed or removed here since."""
         jobs = self._jobs()
-        changes = [JobChange(key, removed=True) for key in self._removed if key not in jobs]
-        self._removed.clear()
-        added = {key: job for key, job in jobs.items() if key not in self._paused}
-        if added:
-            before = dict(self._paused)
+        if added := {key: job for key, job in jobs.items() if self._is_news(key, job)}:
             states = await self._meet(term, added)
-            self._paused = before | {key: states[key].paused for key in added}
-            changes += [JobChange(key, removed=False) for key in added if states[key].removed]
-        for key, job in jobs.items():
-            paused = job.next_run_time is None
-            if paused != self._paused[key]:
-                changes.append(JobChange(key, paused=paused))
-                self._paused[key] = paused
-        for chunk in _chunks(changes):
-            await self._backend.note(term, chunk)
+            await self._note(term, [JobChange(key, removed=False) for key in added if states[key].removed])
+            self._paused |= {key: states[key].paused for key in added}
+        await self._note_changes(term, jobs)
         if self._racing:
             await self._heed(term, jobs)
+
+    def _is_news(self, key: str, job: Any) -> bool:
+        """Whether the fleet has not met the job as it is: it was added, or its schedule was changed."""
+        if key not in self._paused:
+            return True
+        met = self._triggers[key]
+        return job.trigger is not met and fingerprint(job.trigger) != fingerprint(met)
+
+    async def _note_changes(self, term: Term, jobs: dict[str, Any]) -> None:
+        """Tell of what the application did to jobs that the fleet knows, and nobody has been told."""
+        removed = {key for key in self._removed if key not in jobs}
+        paused = {key: job.next_run_time is None for key, job in jobs.items()}
+        changed = {key: now for key, now in paused.items() if now != self._paused.get(key, now)}
+        await self._note(
+            term,
+            [JobChange(key, removed=True) for key in removed]
+            + [JobChange(key, paused=now) for key, now in changed.items()],
+        )
+        self._removed -= {*removed, *jobs}
+        self._paused |= changed
+
+    async def _note(self, term: Term, changes: list[JobChange]) -> None:
+        for chunk in _chunks(changes):
+            await self._backend.note(term, chunk)
+
+    async def _note_settled(self, term: Term, jobs: dict[str, Any], now: datetime) -> None:
+        """All earlier ticks have been accounted for, so that the next leader need not look at them."""
+        self._settled_at = boot_clock()
+        late = {key: timedelta(seconds=self._gate.latest_start(job)) for key, job in jobs.items()}
+        await self._note(term, [JobChange(key, since=now - late[key]) for key in jobs])
 
     async def _heed(self, term: Term, jobs: dict[str, Any]) -> None:
         """In a race, do to the jobs here what was done to them in other workers: paused, resumed, removed."""
@@ -212,6 +239,11 @@ class Succession:
         self._tidied_at = boot_clock()
         await self._sweep(term)
         await self._repeat(term)
+        if boot_clock() - self._settled_at >= _SETTLE_EVERY:
+            # Twice as late as any tick may start: one that still waits for its slot has a row by then.
+            jobs = self._jobs()
+            late = max((self._gate.latest_start(job) for job in jobs.values()), default=0.0)
+            await self._note_settled(term, jobs, self._backend.now() - timedelta(seconds=late))
         await self._backend.prune(term, self._keep_runs)
 
     async def _sweep(self, term: Term) -> None:
@@ -235,6 +267,6 @@ class Succession:
                 self._repeating.add(attempt)
 
 
-def _chunks(items: Iterable[Any]) -> Iterable[list[Any]]:
+def _chunks(items: Iterable[Any], size: int = 200) -> Iterable[list[Any]]:
     iterator = iter(items)
-    return iter(lambda: list(islice(iterator, _CHUNK)), [])
+    return iter(lambda: list(islice(iterator, size)), [])

@@ -1,5 +1,6 @@
 """Which Redis server, and how to speak of it without a secret."""
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
@@ -110,9 +111,11 @@ def _is_kept(key: str) -> bool:
     if key in _KEPT or key.startswith("ssl_"):
         return True
     if key not in _OTHERS_TUNING:
-        # Only the key is repeated: its value may be a secret.
+        # Only a word is repeated: a value, or what follows a stray question mark, may be a secret.
+        word = repr(key) if re.fullmatch(r"[a-z_]{1,40}", key) else "after the question mark"
         raise ConfigurationError(
-            f"The Redis URL has an unknown parameter {key!r}.", hint="leave it out, or correct its spelling."
+            f"The Redis URL has an unknown parameter {word}.",
+            hint="leave it out, or correct its spelling; a ? in a password is written %3F.",
         )
     return False
 

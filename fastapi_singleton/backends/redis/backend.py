@@ -59,7 +59,7 @@ class RedisBackend:
         self._lease = rows.microseconds(timing.lease)
         self._keys = tuple(rows.prefix(name) + key for key in scripts.KEYS)
         self._channel = rows.prefix(name) + "news"
-        self._presence = self._lease, worker.worker, presence(worker)
+        self._presence = self._lease, worker.worker, presence(worker, timing.lease)
         self._label = rows.label(name, worker.hostname, worker.pid)
         self._session: Session | None = None
         self._parting: Session | None = None  # the last one that was left with last words
@@ -183,10 +183,10 @@ class RedisBackend:
         await self._run_leading(term, ledger_scripts.NOTE, *rows.change_arguments(changes))
 
     async def unseen(self, term: Term) -> dict[str, str]:
-        return dict(await self._run_leading(term, tidying_scripts.UNSEEN, self._worker.worker, self._lease))
+        return dict(await self._run_leading(term, tidying_scripts.UNSEEN, self._worker.worker))
 
     async def sweep(self, term: Term, silent: Collection[str] = ()) -> int:
-        arguments = self._worker.worker, self._lease, *silent
+        arguments = self._worker.worker, *silent
         given_up: int = await self._run_leading(term, tidying_scripts.SWEEP, *arguments)
         return given_up
 

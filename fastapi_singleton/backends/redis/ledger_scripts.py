@@ -41,7 +41,8 @@ local function crowd(claimed, job)
     for _, run in ipairs(alive[job] or {}) do
         -- An attempt takes the place of the others of its tick.
         if not beside[run.worker] and string.sub(run.field, 1, -8) ~= string.sub(claimed, 1, -8) then
-            found[#found + 1] = {run.worker, process(run.worker), last_seen(run.worker) > now - patience and 1 or 0}
+            local process, there = find(run.worker)
+            found[#found + 1] = {run.worker, process, there and 1 or 0}
         end
     end
     return found

@@ -83,7 +83,9 @@ class Listener:
                 if said != self._own:
                     self._hear()
         except Exception:
-            # Whatever cut this connection may have cut the other: reason enough to ask.
+            # Whatever cut this connection may have cut the other: reason enough to ask. Not more often than it is polled
+            # for anyway, if something cuts each one as soon as it is made.
+            self._try_again_at = boot_clock() + self._timing.poll
             self._hear()
         finally:
             drop(connection)

@@ -30,7 +30,7 @@ _SHARED = (
     + """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
-local day = 86400000000
+local day, longest = 86400000000, 3600000000
 
 local function digits(number)
     return string.format('%.0f', number)
@@ -57,10 +57,11 @@ local function last_seen(worker)
     return tonumber(redis.call('ZSCORE', seen, worker)) or 0
 end
 
--- Which process the worker is; '' for one that is not known.
-local function process(worker)
-    local document = redis.call('HGET', workers, worker)
-    return document and cjson.decode(document).process or ''
+-- Which process the worker is ('' for one that is not known), and whether it was seen within its lease.
+local function find(worker)
+    local known = redis.call('HGET', workers, worker)
+    local document = known and cjson.decode(known) or {}
+    return document.process or '', last_seen(worker) > now - (document.lease or 10000000)
 end
 """
 )
@@ -80,8 +81,11 @@ end
 
 local function fleet(patience)
     local present = {}
-    for _, each in ipairs(redis.call('ZRANGEBYSCORE', seen, '(' .. digits(now - patience), '+inf')) do
-        present[#present + 1] = {redis.call('HGET', workers, each), digits(last_seen(each))}
+    for _, each in ipairs(redis.call('ZRANGEBYSCORE', seen, '(' .. digits(now - math.max(patience, longest)), '+inf')) do
+        local _, there = find(each)
+        if there then
+            present[#present + 1] = {redis.call('HGET', workers, each), digits(last_seen(each))}
+        end
     end
     return {digits(now), redis.call('HGETALL', lease), redis.call('HMGET', term, 'token', 'revision'), present}
 end

@@ -37,10 +37,10 @@ def check(store: RedisStore, server: dict[str, str]) -> None:
     if server.get("role") != "master":
         raise REPLICA
     policy = server.get("maxmemory_policy", "unknown")
-    # A volatile-* policy can take the lease alone, which has a time to live: that ends a term early, and loses nothing.
-    if policy != "noeviction" and not policy.startswith("volatile-"):
+    if policy != "noeviction":
+        what = "a lease that is held" if policy.startswith("volatile-") else "what has been run already"
         raise UnsafeStoreError(
-            f"This Redis server may evict any key (maxmemory-policy {policy}), and with it what has been run already.",
+            f"This Redis server may evict keys (maxmemory-policy {policy}), and with them {what}.",
             hint="set maxmemory-policy to noeviction, or use another server than the cache.",
         )
     remark = ", without AOF" if server.get("aof_enabled") == "0" else ""

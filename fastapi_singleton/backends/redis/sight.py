@@ -32,7 +32,7 @@ class Sight:
         return cls(rows.moment(now), leader, tuple(workers), digest, holder.get("process", ""))
 
 
-def presence(worker: Worker) -> str:
+def presence(worker: Worker, lease: float) -> str:
     """What a worker shows of itself."""
     return json.dumps(
         {
@@ -43,6 +43,7 @@ def presence(worker: Worker) -> str:
             "started_at": worker.started_at.isoformat(),
             "version": worker.version,
             "role": worker.role,
+            "lease": rows.microseconds(lease),
         }
     )
 

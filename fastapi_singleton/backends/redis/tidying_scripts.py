@@ -5,16 +5,17 @@ from .scripts import script
 
 # Workers that have not been seen for a whole lease, with runs that count as alive; which process each is.
 UNSEEN = script("""
-local token, worker, patience = unpack(ARGV)
+local token, worker = unpack(ARGV)
 if over(token) then
     return false
 end
 local found, told = {}, {}
 for _, key in ipairs({running, silent}) do
     for _, whose in ipairs(redis.call('HVALS', key)) do
-        if not told[whose] and whose ~= worker and last_seen(whose) <= now - patience then
+        local process, there = find(whose)
+        if not (told[whose] or there or whose == worker) then
             told[whose] = true
-            found[#found + 1] = {whose, process(whose)}
+            found[#found + 1] = {whose, process}
         end
     end
 end
@@ -23,19 +24,20 @@ return found
 
 # Gives up runs whose worker has not been seen for a whole lease. Those of workers that live all the same count as alive.
 SWEEP = script(f"""
-local token, worker, patience = ARGV[1], ARGV[2], ARGV[3]
+local token, worker = ARGV[1], ARGV[2]
 if over(token) then
     return false
 end
 local lives = {{}}
-for i = 4, #ARGV do
+for i = 3, #ARGV do
     lives[ARGV[i]] = true
 end
 local given_up = 0
 local unfinished = redis.call('HGETALL', running)
 for i = 1, #unfinished, 2 do
     local field, whose = unfinished[i], unfinished[i + 1]
-    if given_up < 1000 and whose ~= worker and last_seen(whose) <= now - patience then
+    local _, there = find(whose)
+    if given_up < 1000 and whose ~= worker and not there then
         local row = cjson.decode(redis.call('HGET', runs, field))
         row.outcome, row.finished_at = 'abandoned', digits(now)
         row.error = lives[whose] and '{SILENT}' or '{GONE}'
@@ -51,7 +53,8 @@ end
 local doubtful = redis.call('HGETALL', silent)
 for i = 1, #doubtful, 2 do
     local field, whose = doubtful[i], doubtful[i + 1]
-    if not lives[whose] and last_seen(whose) <= now - patience then
+    local _, there = find(whose)
+    if not (lives[whose] or there) then
         local row = cjson.decode(redis.call('HGET', runs, field))
         row.error = '{GONE}'
         redis.call('HSET', runs, field, cjson.encode(row))

@@ -78,8 +78,8 @@ class SqliteBackend:
 
     async def look(self) -> None:
         database = await self._open()
-        me, name, length, before = self._worker, self._name, self._timing.lease, self._sight
-        self._see(await database.ask(_reading(lambda t: fleet.look(t, name, me, length, before))))
+        me, name, before = self._worker, self._name, self._sight
+        self._see(await database.ask(_reading(lambda t: fleet.look(t, name, me, before))))
 
     async def attend(self, jobs: Sequence[JobView] | None = None) -> None:
         database = await self._open()
@@ -92,7 +92,7 @@ class SqliteBackend:
                 if news is not None:
                     fleet.publish(transaction, name, news)
             with file.reading() as transaction:
-                return fleet.look(transaction, name, me, length, before)
+                return fleet.look(transaction, name, me, before)
 
         self._see(await database.ask(appear))
 
@@ -106,7 +106,7 @@ class SqliteBackend:
                 fleet.show(transaction, name, me, length)
                 term = lease.contend(transaction, name, me, length, self._has_let_go)
             with file.reading() as transaction:
-                return term, fleet.look(transaction, name, me, length, before)
+                return term, fleet.look(transaction, name, me, before)
 
         # From before the row is written until this worker has heard of it, or never will.
         self._seeking = True
@@ -131,7 +131,7 @@ class SqliteBackend:
                 if not lease.renew(transaction, term, me, length, news):
                     return None
             with file.reading() as transaction:
-                return fleet.look(transaction, term.name, me, length, before)
+                return fleet.look(transaction, term.name, me, before)
 
         sight = await database.ask(extend)
         if sight is None:
@@ -201,12 +201,10 @@ class SqliteBackend:
         return await self._lead(term, _reading, lambda t: ledger.cut(t, self._name, jobs, attempts, within))
 
     async def unseen(self, term: Term) -> dict[str, str]:
-        name, me, length = self._name, self._worker, self._timing.lease
-        return await self._lead(term, _reading, lambda t: ledger.unseen(t, name, me, length))
+        return await self._lead(term, _reading, lambda t: ledger.unseen(t, self._name, self._worker))
 
     async def sweep(self, term: Term, silent: Collection[str] = ()) -> int:
-        name, me, length = self._name, self._worker, self._timing.lease
-        return await self._lead(term, _writing, lambda t: ledger.sweep(t, name, me, length, silent))
+        return await self._lead(term, _writing, lambda t: ledger.sweep(t, self._name, self._worker, silent))
 
     async def prune(self, term: Term, keep: float) -> int:
         return await self._lead(term, _writing, lambda t: ledger.prune(t, self._name, self._worker, keep))

@@ -13,15 +13,15 @@ from .schema import stamp
 # Shows that this worker lives; rewrites its row only when it has grown old, so that most polls write nothing.
 SEEN = """
 INSERT INTO fastapi_singleton_worker
-    (name, worker, hostname, pid, version, process, role, boot, seen_after_boot, started_at, last_seen_at)
-VALUES (:name, :worker, :hostname, :pid, :version, :process, :role, :boot, :after_boot, :started_at, :now)
+    (name, worker, hostname, pid, version, process, role, lease, boot, seen_after_boot, started_at, last_seen_at)
+VALUES (:name, :worker, :hostname, :pid, :version, :process, :role, :lease, :boot, :after_boot, :started_at, :now)
 ON CONFLICT (name, worker) DO UPDATE
 SET boot = excluded.boot, seen_after_boot = excluded.seen_after_boot, last_seen_at = excluded.last_seen_at
 WHERE boot <> excluded.boot OR seen_after_boot NOT BETWEEN excluded.seen_after_boot - :lease / 8 AND excluded.seen_after_boot
 """
 
-# Whether the worker in this row was seen within the last lease; by the boot's clock, as the lease itself.
-LATELY = "w.boot = :boot AND w.seen_after_boot > :after_boot - :lease AND w.seen_after_boot <= :after_boot"
+# Whether the worker in this row was seen within its own lease; by the boot's clock, as the lease itself.
+LATELY = "w.boot = :boot AND w.seen_after_boot > :after_boot - w.lease AND w.seen_after_boot <= :after_boot"
 
 WORKERS = f"""
 SELECT w.worker, w.hostname, w.pid, w.started_at, w.last_seen_at, w.version, w.role FROM fastapi_singleton_worker AS w
@@ -78,12 +78,12 @@ def publish(transaction: Transaction, name: str, jobs: str) -> None:
     transaction.execute(PUBLISH, name=name, jobs=jobs, now=stamp(transaction.now))
 
 
-def look(transaction: Transaction, name: str, me: Worker, lease: float, before: Sight) -> Sight:
+def look(transaction: Transaction, name: str, me: Worker, before: Sight) -> Sight:
     """The fleet as it is now; what has not changed since the sight before is taken from there."""
     boot = boot_of(me)
     term = transaction.execute(TERM, name=name).fetchone()
     leader = leader_view(term) if term is not None and is_held(transaction, term, boot) else None
-    rows = transaction.execute(WORKERS, name=name, boot=boot, after_boot=transaction.boot, lease=lease)
+    rows = transaction.execute(WORKERS, name=name, boot=boot, after_boot=transaction.boot)
     workers = tuple(worker_view(row, leader) for row in map(dict, rows))
     jobs, runs = before.fleet.jobs, before.fleet.runs
     published = (None, None) if term is None else (term["token"], term["jobs_revision"])

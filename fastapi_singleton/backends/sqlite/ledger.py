@@ -117,7 +117,7 @@ def enter(
         ).fetchone()
         verdict: Verdict | Crowd | None = _judge(transaction, term, lease, entry, row)
         if verdict is None and entry.limit is not None and _is_claimed(transaction, entry):
-            crowd = _crowd(transaction, name, me, lease, entry, beside)
+            crowd = _crowd(transaction, name, me, entry, beside)
             verdict = crowd if len(crowd.alive) >= entry.limit else None
         verdicts.append(verdict or _write(transaction, name, me.worker, entry))
     return verdicts
@@ -144,9 +144,7 @@ def _is_claimed(transaction: Transaction, entry: Entry) -> bool:
     return entry.outcome == "running" and (entry.latest is None or entry.latest >= transaction.now)
 
 
-def _crowd(
-    transaction: Transaction, name: str, me: Worker, lease: float, entry: Entry, beside: Collection[str]
-) -> Crowd:
+def _crowd(transaction: Transaction, name: str, me: Worker, entry: Entry, beside: Collection[str]) -> Crowd:
     rows = transaction.execute(
         ALIVE,
         name=name,
@@ -154,7 +152,6 @@ def _crowd(
         tick=stamp(entry.tick),
         boot=boot_of(me),
         after_boot=transaction.boot,
-        lease=lease,
     )
     return Crowd(
         tuple(Alive(row["worker"], row["process"], bool(row["seen"])) for row in rows if row["worker"] not in beside)
@@ -193,15 +190,13 @@ def ticks(transaction: Transaction, name: str, since: Mapping[str, datetime]) ->
     }
 
 
-def unseen(transaction: Transaction, name: str, me: Worker, lease: float) -> dict[str, str]:
-    rows = transaction.execute(
-        UNSEEN, name=name, me=me.worker, boot=boot_of(me), after_boot=transaction.boot, lease=lease
-    )
+def unseen(transaction: Transaction, name: str, me: Worker) -> dict[str, str]:
+    rows = transaction.execute(UNSEEN, name=name, me=me.worker, boot=boot_of(me), after_boot=transaction.boot)
     return {row["worker"]: row["process"] for row in rows}
 
 
-def sweep(transaction: Transaction, name: str, me: Worker, lease: float, silent: Collection[str]) -> int:
-    fleet = {"name": name, "me": me.worker, "boot": boot_of(me), "after_boot": transaction.boot, "lease": lease}
+def sweep(transaction: Transaction, name: str, me: Worker, silent: Collection[str]) -> int:
+    fleet = {"name": name, "me": me.worker, "boot": boot_of(me), "after_boot": transaction.boot}
     listed = json.dumps(list(silent))
     transaction.execute(DEAD, silent=listed, **fleet)
     return transaction.execute(SWEEP, silent=listed, now=stamp(transaction.now), **fleet).rowcount

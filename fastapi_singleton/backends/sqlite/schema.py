@@ -96,6 +96,8 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "ALTER TABLE fastapi_singleton_worker ADD COLUMN process TEXT NOT NULL DEFAULT ''",
+        # Each worker is seen, or not, by its own lease.
+        "ALTER TABLE fastapi_singleton_worker ADD COLUMN lease REAL NOT NULL DEFAULT 10",
         "ALTER TABLE fastapi_singleton_worker ADD COLUMN role TEXT NOT NULL DEFAULT 'standby'",
         """
         CREATE INDEX IF NOT EXISTS fastapi_singleton_run_running_of_job
