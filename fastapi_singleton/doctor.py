@@ -1,5 +1,6 @@
 """Looks for what would keep a store from serving well; each finding says what to do."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -7,8 +8,8 @@ from importlib.metadata import packages_distributions
 from typing import Literal
 
 from .backends import Store
-from .errors import StoreError, UnsafeStoreError
-from .records import Worker
+from .errors import StoreError
+from .records import Fleet, Worker
 from .timing import Timing
 
 _MOST_OFFSET = 1.0  # seconds between this host's clock and the store's
@@ -31,9 +32,7 @@ async def examine(store: Store, name: str) -> list[Finding]:
         findings.append(Finding("ok", f"{store.detail} answers and may be led on"))
         findings.append(_clock(backend.now()))
         findings += [Finding(level, text, hint) for level, text, hint in await backend.examine()]
-        findings += _fleet(name, len(backend.fleet.workers), backend.fleet.leader is not None)
-    except UnsafeStoreError as error:
-        findings.append(Finding("problem", _without_hint(error), error.hint))
+        findings += _fleet(name, backend.fleet)
     except StoreError as error:
         findings.append(Finding("problem", _without_hint(error), error.hint))
     finally:
@@ -62,11 +61,14 @@ def _clock(store_now: datetime) -> Finding:
     return Finding("warning", text, "schedules follow the store's clock; let NTP set both.")
 
 
-def _fleet(name: str, workers: int, led: bool) -> Iterator[Finding]:
-    if workers and not led:
-        yield Finding("warning", f"{workers} worker(s) of {name!r} and no leader", "look into their logs and status.")
+def _fleet(name: str, fleet: Fleet) -> Iterator[Finding]:
+    roles = Counter(worker.role for worker in fleet.workers)
+    if roles["standby"] and fleet.leader is None:
+        text = f"{roles['standby']} worker(s) of {name!r} and no leader"
+        yield Finding("warning", text, "look into their logs and status.")
     else:
-        yield Finding("ok", f"{workers} worker(s) of {name!r}" + (", one of them leads" if led else ""))
+        led = ", one of them leads" if fleet.leader is not None else ""
+        yield Finding("ok", f"{roles.total()} worker(s) of {name!r}{led}")
 
 
 def _without_hint(error: StoreError) -> str:

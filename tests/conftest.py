@@ -74,6 +74,13 @@ def redis_server() -> Iterator[EmbeddedRedis]:
         yield server
 
 
+@pytest.fixture
+def redis_store(redis_server: EmbeddedRedis) -> Iterator[RealRedis]:
+    store = RealRedis(redis_server.url)
+    yield store
+    store.close()
+
+
 STORES: dict[str, Callable[[pytest.FixtureRequest], RealStore]] = {
     "postgresql": lambda request: RealPostgres(request.getfixturevalue("database")),
     "redis": lambda request: RealRedis(request.getfixturevalue("redis_server").url),

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -168,6 +169,65 @@ async def test_a_task_that_fails_is_started_again(store: RealStore, caplog: pyte
     async with singleton.lifespan():
         await eventually(lambda: len(starts) == 2, "the second start")
     assert any("stumble" in record.message for record in caplog.records)
+
+
+async def test_a_cancellation_that_was_not_meant_for_a_task_is_a_failure_of_its(store: RealStore) -> None:
+    singleton = Singleton(url=store.url)
+    starts: list[int] = []
+
+    @singleton.task
+    async def awaits_what_others_cancel() -> None:
+        starts.append(1)
+        if len(starts) < 2:
+            raise asyncio.CancelledError
+
+    async with singleton.lifespan():
+        await eventually(lambda: len(starts) == 2, "the second start")
+
+
+async def test_a_task_that_does_not_heed_its_cancellation_keeps_nobody_from_leading(store: RealStore) -> None:
+    singleton = Singleton(url=store.url, lease=1.0, drain=0.1)
+    go_on = asyncio.Event()
+
+    @singleton.task
+    async def stubborn() -> None:
+        while not go_on.is_set():
+            with suppress(asyncio.CancelledError):
+                await go_on.wait()
+
+    async with singleton.lifespan():
+        await eventually(lambda: singleton.is_leader, "an election")
+        first = singleton.term
+        await asyncio.sleep(0)
+        assert singleton._backend is not None
+        singleton._backend.forfeit()
+        await eventually(lambda: singleton.term and singleton.term != first, "the next term")
+
+        async def told() -> Any:
+            return any("stubborn" in problem for problem in (await singleton.status()).problems)
+
+        await eventually(told, "the problem in the status")
+        go_on.set()
+
+
+async def test_a_lock_whose_renewal_fails_unforeseen_is_lost(store: RealStore) -> None:
+    async with Singleton(url=store.url, lease=1.0).lock("reports") as lock:
+
+        async def fail(*_: object) -> bool:
+            raise RuntimeError("nobody thought of this")
+
+        lock._backend.renew = fail  # type: ignore[method-assign, assignment]
+        async with asyncio.timeout(30):
+            await lock.wait_lost()
+        assert lock.lost
+
+
+async def test_names_that_look_alike_are_not_the_same(store: RealStore) -> None:
+    a, ab = (Singleton(url=store.url, name=name, lease=2.0) for name in ("a", "a:lock:b"))
+    async with a.lock("b:lock:c"), ab.lock("c"), a.lock("once:import"):
+        assert await a.once("import", lambda: None)
+    with pytest.raises(ConfigurationError, match="cannot name a fleet"):
+        Singleton(url=store.url, name="lock:a:lock:b")
 
 
 async def test_a_task_must_be_a_coroutine_function() -> None:

@@ -1,12 +1,7 @@
 """The leadership contract on a real PostgreSQL, and every reason to refuse one."""
 
 import asyncio
-import shutil
-import subprocess
-import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -22,9 +17,9 @@ from fastapi_singleton.records import JobView, Term, Worker
 from fastapi_singleton.timing import Timing
 
 from ..conftest import eventually
+from ..stores.limits import PGBOUNCER, pgbouncer, plain_role
 from .proxy import FreezingProxy
 
-PGBOUNCER = shutil.which("pgbouncer", path="/usr/sbin:/usr/bin:/usr/local/bin")
 Open = Callable[..., PostgresBackend]
 
 
@@ -220,19 +215,13 @@ async def test_a_leader_whose_statement_waits_for_a_table_loses_its_lock_too(wor
 async def test_the_tables_are_asked_for_where_the_role_may_not_create_them(
     worker: Open, database: str, admin: Any
 ) -> None:
-    role = f"plain_{uuid.uuid4().hex[:8]}"
-    await admin.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'plain'")
-    try:
-        parts = urlsplit(database)
-        url = urlunsplit(parts._replace(netloc=f"{role}:plain@{parts.netloc.rpartition('@')[2]}"))
+    async with plain_role(database, admin) as (role, url):
         with pytest.raises(UnsafeStoreError, match="fastapi-singleton schema"):
             await worker(url).acquire()
         await admin.execute(schema_sql(role))
         backend = worker(url)
         await elected(backend)
         await backend.close()
-    finally:
-        await admin.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
 async def test_settings_that_did_not_stick_are_a_reason_to_refuse(
@@ -311,52 +300,16 @@ async def test_a_replica_is_refused(worker: Open, own_server: EmbeddedPostgres) 
             await worker(None, connect=connect).acquire()
 
 
-@asynccontextmanager
-async def pgbouncer(database: str, directory: Path, mode: str) -> AsyncIterator[str]:
-    parts, port = urlsplit(database), free_port()
-    (directory / "pgbouncer.ini").write_text(
-        f"[databases]\n* = host={parts.hostname} port={parts.port} user=postgres\n[pgbouncer]\n"
-        f"listen_addr = 127.0.0.1\nlisten_port = {port}\nauth_type = any\npool_mode = {mode}\nunix_socket_dir =\n"
-        f"logfile = {directory}/log\nignore_startup_parameters = extra_float_digits\n"
-    )
-    directory.chmod(0o777)
-    assert PGBOUNCER is not None
-    process = subprocess.Popen(
-        [PGBOUNCER, str(directory / "pgbouncer.ini")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        user="nobody" if EmbeddedPostgres.needs_another_user() else None,
-    )  # fmt: skip
-    try:
-
-        async def up() -> bool:
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-            except OSError:
-                return False
-            writer.close()
-            return True
-
-        await eventually(up, "pgbouncer's start")
-        yield f"postgresql://postgres@127.0.0.1:{port}{parts.path}"
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.skipif(PGBOUNCER is None, reason="pgbouncer is not installed (Debian: apt-get install pgbouncer)")
 async def test_a_transaction_pooler_is_refused_and_a_session_pooler_taken_at_the_users_word(
     worker: Open, database: str
 ) -> None:
-    directory = Path("/tmp") / f"fastapi_singleton_{uuid.uuid4().hex[:8]}"
-    directory.mkdir()
-    try:
-        async with pgbouncer(database, directory, "transaction") as url:
-            with pytest.raises(UnsafeStoreError, match=r"pooler.*session mode"):
-                await worker(url).acquire()
-        async with pgbouncer(database, directory, "session") as url:
-            with pytest.raises(UnsafeStoreError, match="pooler"):
-                await worker(url).acquire()
-            backend = worker(f"{url}?pooler=session")
-            await elected(backend)
-            await backend.close()
-    finally:
-        shutil.rmtree(directory)
+    async with pgbouncer(database, "transaction") as url:
+        with pytest.raises(UnsafeStoreError, match=r"pooler.*session mode"):
+            await worker(url).acquire()
+    async with pgbouncer(database, "session") as url:
+        with pytest.raises(UnsafeStoreError, match="pooler"):
+            await worker(url).acquire()
+        backend = worker(f"{url}?pooler=session")
+        await elected(backend)
+        await backend.close()

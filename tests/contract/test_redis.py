@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from example_app.embedded_redis import EmbeddedRedis
 from fastapi_singleton.backends.redis import RedisStore, scripts
 from fastapi_singleton.backends.redis.backend import RedisBackend
 from fastapi_singleton.backends.redis.session import Session
@@ -37,13 +36,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-@pytest.fixture
-def redis_store(redis_server: EmbeddedRedis) -> Iterator[RealRedis]:
-    store = RealRedis(redis_server.url)
-    yield store
-    store.close()
 
 
 @pytest.fixture
@@ -261,7 +253,13 @@ async def test_a_listener_that_is_cut_off_is_a_reason_to_ask_and_listens_again(
     await asyncio.sleep(0)
     redis_store.client.client_kill_filter(_type="pubsub")
     await asyncio.wait_for(waiting, 30)
-    assert await standby.acquire() is None
+
+    async def listens_again() -> bool:
+        assert await standby.acquire() is None
+        task = standby._listener._task
+        return task is not None and not task.done()
+
+    await eventually(listens_again, "a new connection")
     await leader.release(term)
     await asyncio.wait_for(standby.vacancy(100), 30)
     await elected(standby)

@@ -7,9 +7,9 @@ from fastapi_singleton.records import Entry, JobChange, JobNote, JobView, Verdic
 
 from ..stores.redis import RealRedis, key_of
 from .test_ledger import NOW
-from .test_redis import Open, elected, redis_store, worker
+from .test_redis import Open, elected, worker
 
-__all__ = ["redis_store", "worker"]
+__all__ = ["worker"]
 
 
 async def test_every_worker_sees_the_same_fleet_and_an_onlooker_is_not_of_it(worker: Open) -> None:

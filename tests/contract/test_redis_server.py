@@ -21,9 +21,9 @@ from ..conftest import eventually
 from ..leading import leading
 from ..stores.redis import RealRedis
 from .test_ledger import NOW, claim, judged, token
-from .test_redis import Open, elected, redis_store, worker
+from .test_redis import Open, elected, worker
 
-__all__ = ["redis_store", "worker"]
+__all__ = ["worker"]
 
 
 def raw(url: str) -> Any:
@@ -33,13 +33,13 @@ def raw(url: str) -> Any:
 # -- refused -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random"])
-async def test_a_server_that_may_evict_any_key_is_refused(worker: Open, redis_store: RealRedis, policy: str) -> None:
+@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-lru", "volatile-ttl"])
+async def test_a_server_that_may_evict_keys_is_refused(worker: Open, redis_store: RealRedis, policy: str) -> None:
     redis_store.client.config_set("maxmemory-policy", policy)
     try:
         with pytest.raises(UnsafeStoreError, match=f"{policy}.*noeviction"):
             await worker().acquire()
-        redis_store.client.config_set("maxmemory-policy", "volatile-lru")
+        redis_store.client.config_set("maxmemory-policy", "noeviction")
         await elected(worker())
     finally:
         redis_store.client.config_set("maxmemory-policy", "noeviction")

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from example_app.embedded import EmbeddedPostgres, free_port
 from fastapi_singleton import Singleton, Status
 
 from ..conftest import eventually
+from ..stores import RealStore
 
 
 def wait_for_status(client: TestClient, **wanted: Any) -> dict[str, Any]:
@@ -184,3 +186,27 @@ async def test_a_job_added_on_a_standby_is_said_to_wait(database: str, caplog: A
         async with standby.lifespan():
             scheduler.add_job(print, "interval", hours=1)
             await eventually(lambda: "does not lead" in caplog.text, "the warning")
+
+
+@pytest.mark.parametrize("before", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00"])
+async def test_asking_for_runs_at_the_edge_of_time_costs_nobody_the_leadership(store: RealStore, before: str) -> None:
+    singleton = Singleton(url=store.url)
+    async with singleton.lifespan():
+        await eventually(lambda: singleton.is_leader, "an election")
+        assert await singleton.runs("job", before=datetime.fromisoformat(before)) == []
+        assert singleton.is_leader
+
+
+async def test_readers_that_leave_or_come_in_crowds_cost_nobody_the_leadership(store: RealStore) -> None:
+    singleton = Singleton(url=store.url, lease=1.0)
+    async with singleton.lifespan():
+        await eventually(lambda: singleton.is_leader, "an election")
+        term = singleton.term
+        readers = [asyncio.create_task(singleton.runs("job", limit=500)) for _ in range(1000)]
+        await asyncio.sleep(0.001)
+        for reader in readers[::2]:
+            reader.cancel()
+        await asyncio.wait(readers)
+        assert all(reader.cancelled() for reader in readers[::2])
+        assert [reader.result() for reader in readers[1::2]] == [[]] * 500
+        assert singleton.term == term

@@ -170,3 +170,20 @@ def test_an_interval_with_a_chosen_start_keeps_it() -> None:
 )
 def test_a_fingerprint_tells_schedules_apart_and_not_processes(one: Any, other: Any, same: bool) -> None:
     assert (fingerprint(one) == fingerprint(other)) is same
+
+
+def test_ticks_that_nobody_ran_are_told_though_thousands_before_them_were() -> None:
+    every_second = CronTrigger(second="*", timezone="UTC")
+    since = START - timedelta(seconds=MOST_MISSED * 3)
+    known = set(ticks_between(every_second, since, START - timedelta(seconds=100)))
+    result = plan(every_second, since, START, known, latest_start=10, coalesce=False)
+    assert len(result.missed) == 89
+    assert len(result.run) == 11
+    assert result.unlisted_until is None
+
+
+def test_a_calendar_interval_that_began_long_ago_has_a_next_tick() -> None:
+    daily = CalendarIntervalTrigger(days=1, hour=3, start_date="2020-01-01", timezone="UTC")
+    for trigger in (daily, OrTrigger([daily])):
+        assert next_tick(trigger, START) == utc("2026-11-19 03:00")
+    assert next_tick(DateTrigger(START), START) is None

@@ -104,6 +104,9 @@ async def test_without_any_url_a_file_serves_this_host_and_the_log_says_what_ser
         "postgresql://user:s3cr3t#word@host/app",
         "postgresql://user:s3cr3t?word@host/app",
         "mysql://user:s3cr3t@host/app",
+        "s3cr3t:password@host/app",
+        "redis://:?s3cr3t@host/0",
+        "redis://user:x?s3cr3t=1@host/0",
     ],
 )
 def test_a_url_that_cannot_be_read_is_refused_without_showing_its_password(url: str) -> None:

@@ -17,6 +17,8 @@ from .session import SETUP_TIMEOUT, drop, introduce, make_connection
 
 logger = logging.getLogger("fastapi_singleton")
 
+_AT_MOST_EVERY = 0.1  # a new connection, if something cuts each one as soon as it is made
+
 
 class Listener:
     """Calls `hear` for each message of others on the channel, and when its connection is cut. `own` is what this worker
@@ -52,6 +54,7 @@ class Listener:
         if self._closed:  # only just
             drop(connection)
             return
+        self._try_again_at = boot_clock() + _AT_MOST_EVERY
         self._connection = connection
         self._task = asyncio.create_task(self._follow(connection), name=f"fastapi_singleton:listening:{self._channel}")
 
@@ -83,9 +86,7 @@ class Listener:
                 if said != self._own:
                     self._hear()
         except Exception:
-            # Whatever cut this connection may have cut the other: reason enough to ask. Not more often than it is polled
-            # for anyway, if something cuts each one as soon as it is made.
-            self._try_again_at = boot_clock() + self._timing.poll
+            # Whatever cut this connection may have cut the other: reason enough to ask.
             self._hear()
         finally:
             drop(connection)
