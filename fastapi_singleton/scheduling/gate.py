@@ -70,33 +70,29 @@ class Gate:
         self._ledger = ledger
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._submissions: dict[str, set[Submission]] = {}
+        self._waiting: dict[str, int] = {}
         self._changing = threading.Lock()
-
-    @property
-    def under_way(self) -> int:
-        """How many submissions have not made all their calls."""
-        with self._changing:
-            return sum(map(len, self._submissions.values()))
+        self.under_way = 0  # submissions that have not made all their calls
 
     def submitted(self, key: str, calls: int) -> "Submission":
         """Count a submission as under way until it has made all its calls, or was withdrawn."""
-        submission = Submission(self, key, calls)
         with self._changing:
-            self._submissions.setdefault(key, set()).add(submission)
-        return submission
-
-    def withdraw(self, submission: "Submission") -> None:
-        with self._changing:
-            of_job = self._submissions.get(submission.key, set())
-            of_job.discard(submission)
-            if not of_job:
-                self._submissions.pop(submission.key, None)
+            self.under_way += 1
+            self._waiting[key] = self._waiting.get(key, 0) + 1
+        return Submission(self, key, calls)
 
     def waiting(self, key: str) -> int:
         """How many submissions of the job wait for a slot or a verdict: whether they run at all is yet to be seen."""
+        return self._waiting.get(key, 0)
+
+    def count(self, key: str, waiting: int, under_way: int = 0) -> None:
         with self._changing:
-            return sum(not submission.runs for submission in self._submissions.get(key, ()))
+            self.under_way += under_way
+            left = self._waiting.get(key, 0) + waiting
+            if left:
+                self._waiting[key] = left
+            else:
+                self._waiting.pop(key, None)
 
     async def admit(self, key: str, job: Any, due: Due) -> Entry | NotRun:
         """Claim the tick, or say why it must not run here and now."""
@@ -181,22 +177,31 @@ class Gate:
 class Submission:
     """Some calls of one job that an executor is to make, one after the other."""
 
-    __slots__ = ("_gate", "_left", "key", "runs")
+    __slots__ = ("_gate", "_key", "_left")
 
     def __init__(self, gate: Gate, key: str, calls: int) -> None:
         self._gate = gate
+        self._key = key
         self._left = calls
-        self.key = key
-        self.runs = False
+
+    def begin(self) -> None:
+        """One of the calls is being made."""
+        self._gate.count(self._key, waiting=-1)
+
+    def end(self) -> None:
+        self._gate.count(self._key, waiting=1)
 
     def made(self) -> None:
-        """One of the calls has been made. They follow each other, so that no lock is needed."""
+        """One of the calls has been made, or is not to be. They follow each other, so that no lock is needed."""
         self._left -= 1
-        if self._left <= 0:
-            self.withdraw()
+        if self._left == 0:
+            self._gate.count(self._key, waiting=-1, under_way=-1)
 
     def withdraw(self) -> None:
-        self._gate.withdraw(self)
+        """None of the calls will be made."""
+        if self._left > 0:
+            self._left = 0
+            self._gate.count(self._key, waiting=-1, under_way=-1)
 
 
 class Recorded:
@@ -211,7 +216,7 @@ class Recorded:
 
     def __enter__(self) -> Run:
         entry = self._entry
-        self._submission.runs = True
+        self._submission.begin()
         run = Run(entry.id, entry.job, entry.tick, entry.attempt, entry.token, entry.nonce)
         self._token: Token[Run | None] = enter_run(run)
         self._began = boot_clock()
@@ -220,7 +225,7 @@ class Recorded:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         seconds = boot_clock() - self._began
         leave_run(self._token)
-        self._submission.runs = False
+        self._submission.end()
         if error is None:
             ending = Ending(self._entry, "succeeded", seconds)
         elif self._gate.closing and isinstance(error, asyncio.CancelledError):

@@ -148,9 +148,7 @@ class PostgresBackend:
 
     async def enter(self, entries: Sequence[Entry], beside: Collection[str] = ()) -> list[Verdict | Crowd]:
         session = await self._open_session()
-        # In one order everywhere: two workers that hold rows of several jobs must not wait for each other.
-        ordered = sorted(entries, key=lambda entry: entry.job)
-        arguments = ledger.entry_arguments(self._name, self._worker.worker, self._timing.lease, ordered, beside)
+        arguments = ledger.entry_arguments(self._name, self._worker.worker, self._timing.lease, entries, beside)
         answers = {row["nonce"]: ledger.answer(row) for row in await session.fetch("enter", *arguments)}
         return [answers[entry.nonce] for entry in entries]
 

@@ -13,7 +13,7 @@ from typing import Any
 from ...errors import ConfigurationError, LostLeadershipError
 from ...records import GONE, SILENT, Alive, Crowd, Ending, Entry, Run, Verdict
 from ..views import NEWEST, clean
-from .schema import alive_runs
+from .schema import ALIVE
 
 # Accepts an entry iff its token (if it has one) is the newest, its tick lies above the floor and not beyond the store's
 # time + lease, and there is no row for the tick and attempt, or one with the same nonce that is still running (then it is
@@ -25,21 +25,29 @@ WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now),
 term AS MATERIALIZED (
     SELECT t.token, t.floor, t.released_at FROM fastapi_singleton.term AS t WHERE t.name = $1 FOR SHARE
 ),
+a AS MATERIALIZED (
+    SELECT * FROM unnest($4::text[], $5::timestamptz[], $6::int[], $7::text[], $8::text[], $9::text[], $10::bigint[],
+                         $11::text[], $12::timestamptz[], $13::text[], $14::int[])
+         AS a (job, tick, attempt, id, nonce, cause, token, outcome, latest, error, most)
+),
+raced AS MATERIALIZED (SELECT array_agg(job) AS jobs FROM a WHERE token IS NULL AND most IS NOT NULL),
+alive AS MATERIALIZED (
+    {ALIVE} AND r.name = $1 AND r.job = ANY ($4::text[]) AND (SELECT jobs IS NULL FROM raced)
+    UNION ALL
+    SELECT found.* FROM raced CROSS JOIN LATERAL fastapi_singleton.alive_runs($1, jobs) AS found WHERE jobs IS NOT NULL
+),
 asked AS MATERIALIZED (
     SELECT a.*, clock.now,
-           CASE WHEN a.most IS NULL OR a.outcome <> 'running' THEN NULL
-                WHEN a.token IS NULL THEN fastapi_singleton.alive_runs($1, a.job, a.tick)
-                ELSE {alive_runs("$1", "a.job", "a.tick")} END AS alive, coalesce(a.tick <= term.floor, false) AS pruned,
+           CASE WHEN most IS NOT NULL AND outcome = 'running' AND job IN (SELECT alive.job FROM alive)
+                THEN (SELECT json_agg(alive.run) FROM alive WHERE alive.job = a.job AND alive.tick <> a.tick) END AS alive,
+           coalesce(a.tick <= term.floor, false) AS pruned,
            a.token IS NOT NULL AND (term.token IS DISTINCT FROM a.token OR term.released_at IS NOT NULL) AS lost,
            a.tick > clock.now + $3::interval AS early,
            CASE WHEN a.outcome = 'running' AND a.latest < clock.now THEN 'missed' ELSE a.outcome END AS entered_as
-    FROM unnest($4::text[], $5::timestamptz[], $6::int[], $7::text[], $8::text[], $9::text[], $10::bigint[],
-                $11::text[], $12::timestamptz[], $13::text[], $14::int[])
-         AS a (job, tick, attempt, id, nonce, cause, token, outcome, latest, error, most)
-    CROSS JOIN clock LEFT JOIN term ON true
+    FROM a CROSS JOIN clock LEFT JOIN term ON true
 ),
 judged AS MATERIALIZED (
-    SELECT asked.*, entered_as = 'running' AND most <= (
+    SELECT asked.*, alive IS NOT NULL AND entered_as = 'running' AND most <= (
         SELECT count(*) FROM json_array_elements(alive) AS run WHERE run ->> 0 <> ALL ($15::text[])) AS crowded
     FROM asked
 ),
@@ -50,7 +58,7 @@ entered AS (
            CASE WHEN entered_as = 'running' THEN now END, CASE WHEN entered_as <> 'running' THEN now END,
            CASE WHEN entered_as = outcome THEN error
                 ELSE format('came up only %s s after its time', round(extract(epoch FROM now - tick), 1)) END
-    FROM judged WHERE NOT (lost OR pruned OR early OR coalesce(crowded, false))
+    FROM judged WHERE NOT (lost OR pruned OR early OR crowded)
     ON CONFLICT (name, job, tick, attempt) DO UPDATE SET nonce = excluded.nonce
         WHERE r.nonce = excluded.nonce AND r.outcome = 'running'
     RETURNING r.nonce, r.outcome
@@ -62,7 +70,7 @@ SELECT judged.nonce, alive::text,
             WHEN crowded AND there.nonce IS NULL THEN 'full' ELSE 'taken' END AS verdict
 FROM judged LEFT JOIN entered USING (nonce)
 LEFT JOIN fastapi_singleton.run AS there
-    ON (lost OR crowded) AND there.name = $1 AND there.job = judged.job AND there.tick = judged.tick
+    ON there.name = $1 AND there.job = CASE WHEN lost OR crowded THEN judged.job END AND there.tick = judged.tick
     AND there.attempt = judged.attempt
 """
 

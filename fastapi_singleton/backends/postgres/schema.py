@@ -8,16 +8,12 @@ import asyncpg
 from ...errors import StoreError
 from ...records import SILENT
 
-
-def alive_runs(name: str, job: str, tick: str) -> str:
-    """A job's runs that are alive, but for those of that tick: worker, process, whether it was seen within its lease."""
-    return f"""(
-        SELECT json_agg(json_build_array(r.worker, coalesce(w.process, ''),
-                                         coalesce(w.last_seen_at > clock_timestamp() - w.lease, false)))
+# Runs that are alive: worker, process, whether it was seen within its lease.
+ALIVE = f"""
+        SELECT r.job, r.tick, json_build_array(r.worker, coalesce(w.process, ''),
+                                               coalesce(w.last_seen_at > clock_timestamp() - w.lease, false)) AS run
         FROM fastapi_singleton.run AS r LEFT JOIN fastapi_singleton.worker AS w ON w.name = r.name AND w.worker = r.worker
-        WHERE r.name = {name} AND r.job = {job} AND r.tick <> {tick}
-          AND r.outcome IN ('running', 'abandoned') AND (r.outcome = 'running' OR r.error = '{SILENT}'))"""
-
+        WHERE r.outcome IN ('running', 'abandoned') AND (r.outcome = 'running' OR r.error = '{SILENT}')"""
 
 # Step by step; entry N brings the schema to version N + 1. Only additions, so that older workers go on beside newer ones;
 # each can be repeated, so that a table that somebody dropped comes back.
@@ -103,15 +99,13 @@ ALTER TABLE fastapi_singleton.worker
     ADD COLUMN IF NOT EXISTS process text NOT NULL DEFAULT '',
     ADD COLUMN IF NOT EXISTS role text NOT NULL DEFAULT 'standby';
 
-CREATE INDEX IF NOT EXISTS run_unsettled_of_job ON fastapi_singleton.run (name, job) WHERE outcome IN ('running', 'abandoned');
-
--- A job's runs that are alive, but for those of one tick. Whoever asks holds the job's row until its transaction ends, and
--- only then are they read: two that ask at the same time do not both find room.
-CREATE OR REPLACE FUNCTION fastapi_singleton.alive_runs(fleet text, wanted text, but_for timestamptz) RETURNS json
-LANGUAGE plpgsql AS $$
+-- The runs of some jobs that are alive. Whoever asks holds the rows of these jobs until its transaction ends, and only then are
+-- the runs read: two that want to begin one of the same job at the same time do not both find room.
+CREATE OR REPLACE FUNCTION fastapi_singleton.alive_runs(fleet text, jobs text[])
+RETURNS TABLE (job text, tick timestamptz, run json) LANGUAGE plpgsql AS $$
 BEGIN
-    PERFORM FROM fastapi_singleton.job AS j WHERE j.name = fleet AND j.key = wanted FOR UPDATE;
-    RETURN {alive_runs("fleet", "wanted", "but_for")};
+    PERFORM FROM fastapi_singleton.job AS j WHERE j.name = fleet AND j.key = ANY (jobs) ORDER BY j.key FOR UPDATE;
+    RETURN QUERY {ALIVE} AND r.name = fleet AND r.job = ANY (jobs);
 END $$;
 """,
 )
