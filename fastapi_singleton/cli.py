@@ -17,7 +17,7 @@ from typing import Any
 from . import __version__
 from .backends import Backend, Store, find_store
 from .errors import SingletonError
-from .records import RunView, Worker, is_name
+from .records import Fleet, RunView, Worker, is_name
 from .timing import Timing
 
 URL_VARIABLE = "FASTAPI_SINGLETON_URL"
@@ -126,16 +126,20 @@ def _status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(_json(fleet))
         return 0
-    leader = fleet.leader
-    print(
-        f"Leader: {leader.worker} since {_time(leader.acquired_at)} (token {leader.token})" if leader else "No leader"
-    )
+    print(_headline(fleet))
     workers = [(w.worker, w.role, _time(w.started_at), w.version) for w in fleet.workers]
     _print_table(("worker", "role", "since", "version"), workers)
     jobs = [(j.id, j.trigger, "paused" if j.paused else _time(j.next_run_at), _short(j.last_run)) for j in fleet.jobs]
     _print_table(("job", "trigger", "next run", "last run"), jobs)
     _print_runs(fleet.runs[:10])
     return 0
+
+
+def _headline(fleet: Fleet) -> str:
+    if (leader := fleet.leader) is not None:
+        return f"Leader: {leader.worker} since {_time(leader.acquired_at)} (token {leader.token})"
+    racers = sum(worker.role == "racer" for worker in fleet.workers)
+    return f"A race of {racers} worker(s), without a leader" if racers else "No leader"
 
 
 def _runs(arguments: argparse.Namespace) -> int:

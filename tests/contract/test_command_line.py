@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from apscheduler.schedulers.asyncio import AsyncIOScheduler
 
 from fastapi_singleton import Singleton
 
@@ -149,6 +150,17 @@ async def test_status_shows_a_running_fleet_and_leaves_no_trace(store: RealStore
         assert document["leader"]["pid"] == os.getpid()
         assert len(document["workers"]) == 1
         assert str(os.getpid()) in (await asyncio.to_thread(call, store, "status", "--name", "shop")).stdout
+
+
+async def test_status_shows_a_race(store: RealStore) -> None:
+    singleton = Singleton(AsyncIOScheduler(), store.url, name="shop", mode="race")
+    async with singleton.lifespan():
+
+        async def headline() -> Any:
+            said = (await asyncio.to_thread(call, store, "status", "--name", "shop")).stdout
+            return said if said.startswith("A race of 1 worker(s), without a leader\n") else None
+
+        assert "racer" in str(await eventually(headline, "the race"))
 
 
 def test_the_doctor_finds_a_healthy_store_healthy(store: RealStore) -> None:
