@@ -4,8 +4,7 @@ import asyncio
 import dataclasses
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -15,23 +14,11 @@ from fastapi_singleton.processes import identity
 from fastapi_singleton.records import GONE, SILENT, Crowd, Ending, Entry, JobNote, Term, Verdict
 
 from ..conftest import eventually
-from ..leading import Leading, leading
-from ..stores import RealStore
+from ..leading import Leading
+from .ticking import Workers
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 NEXT = NOW + timedelta(seconds=1)
-Workers = Callable[..., Any]
-
-
-@pytest.fixture
-async def workers(store: RealStore) -> AsyncIterator[Workers]:
-    async with AsyncExitStack() as stack:
-
-        async def make(**options: Any) -> Leading:
-            worker: Leading = await stack.enter_async_context(leading(store.url, **options))
-            return worker
-
-        yield make
 
 
 @pytest.fixture

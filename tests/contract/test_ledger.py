@@ -1,8 +1,6 @@
 """The ledger on every store: who may claim which tick, and what becomes of a claim when things go wrong."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,25 +10,11 @@ from fastapi_singleton.errors import StoreError
 from fastapi_singleton.records import Ending, Entry, JobChange, JobNote, Term, Verdict, run_id
 
 from ..conftest import eventually
-from ..leading import Leading, leading
+from ..leading import Leading
 from ..stores import RealStore
+from .ticking import Workers
 
 NOW = datetime.now(UTC).replace(microsecond=0)
-Workers = Callable[..., Any]
-
-
-@pytest.fixture
-async def workers(store: RealStore) -> AsyncIterator[Workers]:
-    """Makes workers, each with a session of its own."""
-    async with AsyncExitStack() as stack:
-
-        async def make(*, elected: bool = False, **options: Any) -> Leading:
-            worker = await stack.enter_async_context(leading(store.url, **options))
-            if elected:
-                await worker.elect()
-            return worker
-
-        yield make
 
 
 @pytest.fixture

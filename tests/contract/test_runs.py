@@ -3,8 +3,6 @@
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,7 @@ from fastapi_singleton import ConfigurationError, NoRunError, current_run, job_p
 from fastapi_singleton.records import run_id
 
 from ..conftest import eventually
-from ..leading import Leading, leading
-from ..stores import RealStore
+from ..leading import Leading
 from .ticking import (
     Workers,
     look,
@@ -32,22 +29,6 @@ from .ticking import (
     seen,
     soon,
 )
-
-
-@pytest.fixture(autouse=True)
-def _nothing_seen_yet() -> None:
-    seen.clear()
-
-
-@pytest.fixture
-async def workers(store: RealStore) -> AsyncIterator[Workers]:
-    async with AsyncExitStack() as stack:
-
-        async def make(**options: Any) -> Leading:
-            worker: Leading = await stack.enter_async_context(leading(store.url, **options))
-            return worker
-
-        yield make
 
 
 @pytest.fixture

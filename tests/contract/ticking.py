@@ -13,6 +13,7 @@ from fastapi_singleton.records import RunView
 
 from ..conftest import eventually
 from ..leading import Leading
+from ..stores import RealStore
 
 Workers = Callable[..., Any]
 seen: list[Run] = []
@@ -55,3 +56,12 @@ async def outcome(worker: Leading, *outcomes: str, count: int = 1, job: str = "j
 
     found: Any = await eventually(rows, f"{count} row(s) of {job} with {outcomes}")
     return list(found)
+
+
+async def pretend_known_since(store: RealStore, ago: timedelta) -> None:
+    """As if the fleet had met the job that long ago, and nobody had led since."""
+    await store.set_job("unit", "job", since=datetime.now(UTC) - ago)
+
+
+def every_second(func: Any = look, **options: Any) -> Any:
+    return scheduler_with(func, "cron", second="*", **options)

@@ -67,6 +67,14 @@ end
 )
 
 _FLEET = """
+-- Shows the fleet the jobs that a worker runs, if it says any.
+local function publish(jobs)
+    if jobs ~= '' then
+        redis.call('HSET', term, 'jobs', jobs)
+        changed()
+    end
+end
+
 -- Shows that a worker lives; writes only when that has grown old, so that most polls write nothing.
 local function appear(worker, document, patience)
     if last_seen(worker) < now - patience / 8 then
@@ -115,10 +123,7 @@ ATTEND = script(
     _FLEET
     + """
 local patience, worker, document, published = unpack(ARGV)
-if published ~= '' then
-    redis.call('HSET', term, 'jobs', published)
-    changed()
-end
+publish(published)
 appear(worker, document, patience)
 return fleet(patience)
 """
@@ -159,10 +164,7 @@ if redis.call('HGET', lease, 'token') ~= token or leading() ~= token then
 end
 redis.call('HSET', lease, 'renewed_at', digits(now))
 redis.call('PEXPIRE', lease, digits(math.ceil(patience / 1000)))
-if published ~= '' then
-    redis.call('HSET', term, 'jobs', published)
-    changed()
-end
+publish(published)
 appear(worker, document, patience)
 return fleet(patience)
 """
