@@ -79,8 +79,9 @@ class Settling:
     def align(self, job: Any) -> None:
         """In a race, give an interval that was added just now the phase it has in every worker."""
         trigger = catching_up.anchored(job.trigger, EPOCH) if self._racing else job.trigger
-        if trigger is not job.trigger:
-            worked_out = job.next_run_time is not None and job.next_run_time == job.trigger.start_date
+        if trigger is not job.trigger and job.next_run_time is not None:
+            # One that the application asked for itself is kept.
+            worked_out = job.next_run_time == getattr(job.trigger, "start_date", job.next_run_time)
             upcoming = catching_up.next_tick(trigger, self._now()) if worked_out else job.next_run_time
             self._scheduler.modify_job(job.id, job._jobstore_alias, trigger=trigger, next_run_time=upcoming)
 

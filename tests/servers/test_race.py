@@ -139,13 +139,15 @@ async def test_a_job_paused_in_one_worker_is_paused_and_resumed_in_all(start: St
     await eventually(lambda: second.get_job("job") is None, "the removal in the other worker")
 
 
-async def test_a_job_added_while_the_others_run_has_their_phase(start: Start) -> None:
+@pytest.mark.parametrize("combined", [False, True])
+async def test_a_job_added_while_the_others_run_has_their_phase(start: Start, combined: bool) -> None:
     schedulers = [racing(trigger="cron", hour=0), racing(trigger="cron", hour=0)]
     for scheduler in schedulers:
         await start(scheduler)
     await eventually(lambda: {scheduler.state for scheduler in schedulers} == {STATE_RUNNING}, "the start")
     for scheduler in schedulers:
-        scheduler.add_job(job_async, "interval", seconds=1, id="late")
+        every_second = IntervalTrigger(seconds=1)
+        scheduler.add_job(job_async, OrTrigger([every_second]) if combined else every_second, id="late")
         await asyncio.sleep(0.11)
     await eventually(each_once, "four ticks")
     assert {run.scheduled_for.microsecond for run in runs} == {0}
