@@ -54,7 +54,10 @@ class Settling:
             logger.info("Job %s was removed, and stays so until its schedule changes or it is added again", job.id)
             stock.remove(self._scheduler, job.id, job._jobstore_alias)
             return [], []
+        trigger = catching_up.anchored(job.trigger, EPOCH if self._racing else state.anchor)
         if state.paused:
+            if trigger is not job.trigger:  # for when it is resumed
+                self._scheduler.modify_job(job.id, job._jobstore_alias, trigger=trigger)
             if job.next_run_time is not None:
                 self._scheduler.pause_job(job.id, job._jobstore_alias)
             return [], []
@@ -62,7 +65,6 @@ class Settling:
         if afresh and stock.is_date(job) and self._is_private(stock.tick_of(job, now), now):
             stock.remove(self._scheduler, job.id, job._jobstore_alias)
             return [], []
-        trigger = catching_up.anchored(job.trigger, EPOCH if self._racing else state.anchor)
         late = self._gate.latest_start(job)
         if catching_up.has_jitter(trigger) or (afresh and self._is_date_of_this_start(job)):
             plan = catching_up.Plan()  # its ticks are others each time it is asked, or in each worker
@@ -79,11 +81,14 @@ class Settling:
     def align(self, job: Any) -> None:
         """In a race, give an interval that was added just now the phase it has in every worker."""
         trigger = catching_up.anchored(job.trigger, EPOCH) if self._racing else job.trigger
-        if trigger is not job.trigger and job.next_run_time is not None:
-            # One that the application asked for itself is kept.
-            worked_out = job.next_run_time == getattr(job.trigger, "start_date", job.next_run_time)
-            upcoming = catching_up.next_tick(trigger, self._now()) if worked_out else job.next_run_time
-            self._scheduler.modify_job(job.id, job._jobstore_alias, trigger=trigger, next_run_time=upcoming)
+        if trigger is not job.trigger:
+            changes: dict[str, Any] = {"trigger": trigger}
+            # A first run that the application asked for itself is kept, and a paused job stays so.
+            if job.next_run_time is not None and job.next_run_time == getattr(
+                job.trigger, "start_date", job.next_run_time
+            ):
+                changes["next_run_time"] = catching_up.next_tick(trigger, self._now())
+            self._scheduler.modify_job(job.id, job._jobstore_alias, **changes)
 
     def _off_schedule(
         self,

@@ -153,6 +153,18 @@ async def test_a_job_added_while_the_others_run_has_their_phase(start: Start, co
     assert {run.scheduled_for.microsecond for run in runs} == {0}
 
 
+async def test_a_job_that_begins_paused_has_the_common_phase_when_it_is_resumed(start: Start) -> None:
+    schedulers = [racing(seconds=1, next_run_time=None), racing(seconds=1, next_run_time=None)]
+    for scheduler in schedulers:
+        await start(scheduler, lease=1.0)
+        await asyncio.sleep(0.11)
+    await eventually(lambda: {scheduler.state for scheduler in schedulers} == {STATE_RUNNING}, "the start")
+    schedulers[0].resume_job("job")
+    await eventually(lambda: schedulers[1].get_job("job").next_run_time, "the resumption in the other worker")
+    await eventually(each_once, "four ticks")
+    assert {run.scheduled_for.microsecond for run in runs} == {0}
+
+
 async def test_a_job_added_with_a_jitter_is_refused_alone(start: Start) -> None:
     scheduler = racing(seconds=1)
     singleton = await start(scheduler)
