@@ -34,6 +34,7 @@ class EmbeddedRedis:
             "port": str(self.port),
             "dir": str(self.directory),
             "appendonly": "yes",
+            "appendfsync": "always",  # with less, what was acknowledged while an fsync went on dies with the server
             "save": "",
             **(settings or {}),
         }

@@ -59,6 +59,9 @@ def findings(server: dict[str, str]) -> Iterator[tuple[Literal["ok", "warning"],
     yield "ok", f"{kind} {version}, a primary, maxmemory-policy {server['maxmemory_policy']}", ""
     if server.get("aof_enabled") == "0":
         yield "warning", "no append-only file: a server that dies forgets runs", "set appendonly yes."
+    elif server.get("appendfsync", "always") != "always":
+        lost = f"the append-only file is written with appendfsync {server['appendfsync']}"
+        yield "warning", f"{lost}: a server that dies may forget the last two seconds", "set appendfsync always."
     else:
         yield "ok", "an append-only file is kept", ""
     used, most = int(server.get("connected_clients", 0)), int(server.get("maxclients", 0))

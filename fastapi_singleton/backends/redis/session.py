@@ -107,7 +107,8 @@ class Session:
 
     async def look_at_the_server(self) -> dict[str, str]:
         """What the server tells of itself."""
-        return information(await self._bounded(self._call("INFO")))
+        server: dict[str, str] = await self._bounded(self._ask_about_itself())
+        return server
 
     def part(self, script: Script, keys: Sequence[str], *arguments: str) -> None:
         """Close, and let a script run if the server can still be reached: nobody waits for it or hears of it. Whoever
@@ -146,6 +147,12 @@ class Session:
             raise explain(error, self._store) from None
         finally:
             request.close()  # it may not even have begun
+
+    async def _ask_about_itself(self) -> dict[str, str]:
+        server = information(await self._call("INFO"))
+        with suppress(exceptions.ResponseError):  # not everybody may ask for the rest
+            server["appendfsync"] = (await self._call("CONFIG", "GET", "appendfsync"))[1]
+        return server
 
     async def _evaluate(self, script: Script, keys: Sequence[str], arguments: Sequence[str]) -> Any:
         try:
