@@ -31,7 +31,7 @@ class Racer(Elector):
         await self._backend.attend()
         # Two modes that come at the same moment have not seen each other before: then it is the racer who steps back.
         self._check_company()
-        return self._part
+        return replace(self._part)  # a new one each time: what was begun under an earlier one must not go on under this
 
     async def _renew(self, term: Term) -> bool:
         await self._backend.attend(self._unpublished_jobs())

@@ -93,7 +93,7 @@ class Leading:
 
     async def settled(self, duties: SchedulerDuties) -> None:
         """Until what the succession has under way is done; raises what went wrong in it."""
-        for task in duties._succession._tasks:
+        for task in list(duties._succession._tasks):
             await task
 
     async def go_on(self, duties: SchedulerDuties) -> None:

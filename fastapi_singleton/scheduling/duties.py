@@ -178,6 +178,7 @@ class SchedulerDuties(Duties):
         """Stop the scheduler and leave it as it was found, so that the application may be started again."""
         scheduler = self.scheduler
         self._gate.closing = True
+        await self._succession.close(_LAST_WORDS)
         try:
             if scheduler.running:
                 await stock.shut_down(scheduler)

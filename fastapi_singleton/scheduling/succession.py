@@ -6,10 +6,10 @@ removed, an interval keeps the phase that the first leader gave it. A changed sc
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from datetime import datetime, timedelta
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from apscheduler.events import EVENT_JOB_SUBMITTED, JobSubmissionEvent
 from apscheduler.executors.base import MaxInstancesReachedError
@@ -29,13 +29,19 @@ from .settling import Settling
 
 logger = logging.getLogger("fastapi_singleton")
 
+Answer = TypeVar("Answer")
+
 # A job whose every attempt takes its worker down must not go on for ever.
 MOST_ATTEMPTS = 5
 _SETTLE_EVERY = 60.0
 
 
 class Succession:
-    """One worker's terms, one after the other. Used on the event loop."""
+    """One worker's terms, one after the other. Used on the event loop.
+
+    What it has under way when a term ends is never cancelled: a question in flight shares the session with the renewals
+    that go on while running jobs are waited for. It finds out itself that the term is over, before it does anything more.
+    """
 
     def __init__(
         self, gate: Gate, executor: Callable[[str], Guard], scheduler: Any, backend: Backend, ledger: Ledger,
@@ -67,13 +73,29 @@ class Succession:
             self._removed.clear()
         self._repeating.clear()
         self._tidied_at = 0.0
-        self._tasks = [asyncio.create_task(self._take_over(term, started_at))]
+        self._start(self._take_over(term, started_at))
 
     def end(self) -> None:
-        """The term is over: whatever is still being prepared under it stops."""
+        """The term is over: nothing more begins under it."""
         self._term = None
+
+    async def close(self, timeout: float) -> None:
+        """Wait for what is under way, that long at most."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout)
         for task in self._tasks:
             task.cancel()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks = [task for task in self._tasks if not task.done()]
+        self._tasks.append(asyncio.create_task(work))
+
+    async def _ask(self, term: Term, asking: Awaitable[Answer]) -> Answer:
+        """The answer, unless the term is over by the time it comes."""
+        answer = await asking
+        if self._term is not term:
+            raise StoreError("The term is over.", hint="nothing to do.")
+        return answer
 
     def go_on(self) -> None:
         """Called at each renewal. Raises what has gone wrong unforeseen, so that this worker resigns."""
@@ -81,7 +103,7 @@ class Succession:
             if task.done() and not task.cancelled() and (error := task.exception()):
                 raise error
         if self._term is not None and all(task.done() for task in self._tasks):
-            self._tasks = [asyncio.create_task(self._look_after(self._term))]
+            self._start(self._look_after(self._term))
 
     def removed(self, key: str) -> None:
         """The application removed a job."""
@@ -107,7 +129,7 @@ class Succession:
             due: list[tuple[Any, list[Due]]] = []
             remarks: list[Entry] = []
             for key, job in jobs.items():
-                await asyncio.sleep(0)  # renewals and requests go on between any two jobs
+                await self._ask(term, asyncio.sleep(0))  # renewals and requests go on between any two jobs
                 try:
                     ticks, reasons = self._settling.settle(term, job, states[key], known[key], now, started_at)
                 except Exception:
@@ -118,7 +140,7 @@ class Succession:
             self._scheduler.resume()
             for job, ticks in due:
                 self._submit(job, ticks)
-            await asyncio.gather(*(self._ledger.enter(remark) for remark in remarks))
+            await self._ask(term, asyncio.gather(*(self._ledger.enter(remark) for remark in remarks)))
             await self._note_settled(term, jobs, now)
             await self._tidy(term)
         except StoreError:
@@ -133,7 +155,7 @@ class Succession:
         notes = [self._settling.note(key, job) for key, job in jobs.items()]
         states: dict[str, JobState] = {}
         for chunk in _chunks(notes):
-            states |= await self._backend.meet(term, chunk)
+            states |= await self._ask(term, self._backend.meet(term, chunk))
         self._paused |= {key: state.paused for key, state in states.items() if not state.removed}
         self._triggers |= {key: job.trigger for key, job in jobs.items()}
         return states
@@ -148,7 +170,7 @@ class Succession:
         ]
         known: dict[str, set[datetime]] = {}
         for chunk in _chunks(since, 50):  # each may have thousands of ticks
-            known |= await self._backend.ticks(term, dict(chunk))
+            known |= await self._ask(term, self._backend.ticks(term, dict(chunk)))
         return known
 
     def _submit(self, job: Any, due: list[Due]) -> bool:
@@ -214,7 +236,7 @@ class Succession:
 
     async def _note(self, term: Term, changes: list[JobChange]) -> None:
         for chunk in _chunks(changes):
-            await self._backend.note(term, chunk)
+            await self._ask(term, self._backend.note(term, chunk))
 
     async def _note_settled(self, term: Term, jobs: dict[str, Any], now: datetime) -> None:
         """All earlier ticks have been accounted for, so that the next leader need not look at them."""
@@ -244,12 +266,12 @@ class Succession:
             jobs = self._jobs()
             late = max((self._gate.latest_start(job) for job in jobs.values()), default=0.0)
             await self._note_settled(term, jobs, self._backend.now() - timedelta(seconds=late))
-        await self._backend.prune(term, self._keep_runs)
+        await self._ask(term, self._backend.prune(term, self._keep_runs))
 
     async def _sweep(self, term: Term) -> None:
-        unseen = await self._backend.unseen(term)
+        unseen = await self._ask(term, self._backend.unseen(term))
         silent = [worker for worker, process in unseen.items() if provably_alive(process)]
-        if unseen and (given_up := await self._backend.sweep(term, silent)):
+        if unseen and (given_up := await self._ask(term, self._backend.sweep(term, silent))):
             logger.warning("%d run(s) of workers that are gone were given up", given_up)
 
     async def _repeat(self, term: Term) -> None:
@@ -257,7 +279,7 @@ class Succession:
         if not jobs:
             return
         within = max(self._gate.latest_start(job) for job in jobs.values())
-        for cut in await self._backend.cut(term, list(jobs), MOST_ATTEMPTS, within):
+        for cut in await self._ask(term, self._backend.cut(term, list(jobs), MOST_ATTEMPTS, within)):
             attempt = cut.job, cut.tick, cut.attempt + 1
             if attempt in self._repeating:
                 continue

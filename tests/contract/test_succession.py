@@ -57,6 +57,22 @@ async def test_the_next_leader_runs_what_has_no_row_and_says_what_it_leaves_out(
     assert sorted(run.scheduled_for for run in seen) == [row.scheduled_for for row in by_outcome["succeeded"]]
 
 
+async def test_a_leader_that_stops_while_it_takes_over_keeps_its_term_for_as_long_as_it_drains(
+    workers: Workers,
+) -> None:
+    """A question cut short would end the session, and the term with it, before running jobs have ended."""
+    worker = await workers()
+    duties = worker.open(every_second())
+    term = await worker.elect()
+    for steps in range(60):
+        await duties.take_up(term)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        duties.lay_down()
+        await asyncio.sleep(0)
+        assert await worker.backend.renew(term), steps
+
+
 async def test_a_resumed_scheduler_does_not_replay_what_another_leader_ran(workers: Workers) -> None:
     first, second = await workers(), await workers()
     duties = await first.lead(every_second(coalesce=False))

@@ -149,18 +149,19 @@ async def test_a_leader_whose_store_went_away_shows_no_leader_once_its_lease_is_
 
 
 async def test_running_jobs_finish_before_the_leadership_is_handed_over(database: str) -> None:
-    release, led_at_the_end = asyncio.Event(), []
+    started, release, led_at_the_end = asyncio.Event(), asyncio.Event(), []
     scheduler = AsyncIOScheduler(timezone="UTC")
     singleton = Singleton(scheduler, database, drain=30)
 
     async def slow() -> None:
+        started.set()
         await release.wait()
         led_at_the_end.append(singleton.is_leader)
 
     scheduler.add_job(slow, id="slow")
     successor = Singleton(url=database)
     async with singleton.lifespan():
-        await eventually(lambda: singleton._duties and singleton._duties._gate.under_way, "the job's start")
+        await eventually(started.is_set, "the job's start")
         successor_lifespan = successor.lifespan()
         await successor_lifespan.__aenter__()
         asyncio.get_running_loop().call_later(0.3, release.set)
