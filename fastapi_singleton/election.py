@@ -113,6 +113,13 @@ class Elector:
         self.problem: str | None = None
         self.reachable = False
         self.seen_at: float | None = None
+        self._in_contact_since: float | None = None
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the store has answered for a whole lease: only then does it know who else is there."""
+        since = self._in_contact_since
+        return since is not None and self._clock() - since >= self._timing.lease
 
     @property
     def term(self) -> Term | None:
@@ -189,6 +196,7 @@ class Elector:
             await self._release(term)
             logger.info(self._gave_back, extra=_extra(term))
         else:
+            self._newcomer = True
             self._backend.forfeit()
             logger.warning(self._lost, reason, extra=_extra(term))
             if not self._renewals:
@@ -263,7 +271,10 @@ class Elector:
     def _answered(self) -> None:
         if self.problem is not None and self._failures:
             logger.info("The store answers again")
-        self.seen_at = self._clock()
+        now = self._clock()
+        if self._in_contact_since is None or self.seen_at is None or now - self.seen_at > self._timing.lease:
+            self._in_contact_since = now
+        self.seen_at = now
         self.reachable = True
         self._failures = 0
         if not self._resignations:
@@ -273,6 +284,7 @@ class Elector:
         self._failures += 1
         if str(error) != self.problem:
             logger.warning("%s", error)
+        self._in_contact_since = None
         self.problem = str(error)
         self.reachable = isinstance(error, UnsafeStoreError)
 

@@ -32,6 +32,7 @@ logger = logging.getLogger("fastapi_singleton")
 
 # Rows per statement: large enough for a thousand jobs due together, small enough for the statement to be quick.
 _BATCH = 1000
+_STUBBORN = 5  # failures in a row
 
 
 @dataclass
@@ -52,6 +53,8 @@ class Ledger:
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._failures = 0
+        self.problem: str | None = None
 
     async def enter(self, entry: Entry) -> Verdict:
         """Write an entry, however long it takes; the verdict is beyond doubt."""
@@ -79,7 +82,6 @@ class Ledger:
 
     async def run(self) -> None:
         """Write until cancelled. Nothing the store does ends it."""
-        failures = 0
         while True:
             await self._work.wait()
             held = False
@@ -89,17 +91,25 @@ class Ledger:
                     await self._write_endings()
                 await self._write_entries()
                 held = await self._write_endings() if not self._asked else False
-                failures = 0
-            except StoreError:
-                failures += 1  # the election tells about the store
-            except Exception:
-                failures += 1
+                self._failures, self.problem = 0, None
+            except StoreError as error:
+                self._fail(str(error))
+            except Exception as error:
+                self._fail(f"The ledger failed unexpectedly ({type(error).__name__}); see the log of this worker.")
                 logger.exception("Unexpected error in the ledger; trying again")
             if not self._asked and not self._endings:
                 self._work.clear()
                 self._idle.set()
-            elif failures or (held and not self._asked):
-                await asyncio.sleep(self._timing.backoff(failures or 1))
+            elif self._failures or (held and not self._asked):
+                await asyncio.sleep(self._timing.backoff(self._failures or 1))
+
+    def _fail(self, problem: str) -> None:
+        # The election tells of a store that is away; what goes on failing here while the store answers there is our own.
+        self._failures += 1
+        if self._failures == _STUBBORN:
+            logger.error("What has been run cannot be written down: %s", problem)
+        if self._failures >= _STUBBORN:
+            self.problem = problem
 
     def close(self) -> None:
         """Nobody writes any more: whoever still waits hears that the term is over."""
@@ -144,13 +154,20 @@ class Ledger:
         except BaseException:
             for asked in batch:
                 asked.in_doubt = True
-            self._asked.extendleft(reversed(batch))
+            if self._failures < _STUBBORN:
+                self._asked.extendleft(reversed(batch))
+            else:
+                self._asked.extend(batch)
             raise
         for asked, verdict in zip(batch, verdicts, strict=True):
             if verdict is Verdict.LOST and asked.in_doubt:
                 asked.in_doubt = False
                 self._asked.append(asked)
-            elif not asked.answer.done():
+                continue
+            if verdict is Verdict.TAKEN and asked.in_doubt and asked.entry.outcome == "running":
+                # Perhaps by this very claim, given up for dead before anybody heard of it: it must not count as alive.
+                self.end(Ending(asked.entry, "abandoned", 0.0, UNBEGUN))
+            if not asked.answer.done():
                 asked.answer.set_result(verdict)
             elif verdict is Verdict.YOURS:
                 self.end(Ending(asked.entry, "abandoned", 0.0, UNBEGUN))
@@ -174,17 +191,23 @@ class Ledger:
     def _next_batch(self) -> list[_Asked]:
         """As many as fit, no two that one statement could not judge between: for the same tick and attempt, or for the
         same job if runs of it are counted."""
-        batch: dict[object, _Asked] = {}
+        batch: list[_Asked] = []
         later: list[_Asked] = []
-        while self._asked and len(batch) < _BATCH:
+        taken: set[object] = set()
+        # After several failures one at a time: something about one of them may be what fails.
+        most = _BATCH if self._failures < _STUBBORN else 1
+        while self._asked and len(batch) < most:
             asked = self._asked.popleft()
             if asked.answer.done() and not asked.in_doubt:
                 continue
-            key = asked.entry.key if asked.entry.limit is None else asked.entry.job
-            if batch.setdefault(key, asked) is not asked:
+            keys = {asked.entry.key} if asked.entry.limit is None else {asked.entry.key, asked.entry.job}
+            if taken.isdisjoint(keys):
+                taken |= keys
+                batch.append(asked)
+            else:
                 later.append(asked)
         self._asked.extendleft(reversed(later))
-        return list(batch.values())
+        return batch
 
 
 @asynccontextmanager

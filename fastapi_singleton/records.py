@@ -18,10 +18,10 @@ Role = Literal[
     "leader", "standby", "racer", "guest"
 ]  # a guest has runs in the ledger, and no part in who runs the jobs
 
-# How a run ends that was given up because its worker was not seen any more. The second says that the worker's process lives
-# nevertheless, frozen perhaps, so that its run still counts as one that is alive.
+# How a run ends that was given up because its worker was not seen any more. The second says that the worker's process may
+# live nevertheless, frozen perhaps: whoever knows that it does counts its run as alive.
 GONE = "its worker is gone"
-SILENT = "its worker does not answer, but lives"
+SILENT = "its worker does not answer"
 # How a claim ends that was taken back.
 UNBEGUN = "it never began: its worker stopped, or lost the lock"
 

@@ -90,6 +90,7 @@ class Singleton:
         self._worker: Worker | None = None
         self._backend: Backend | None = None
         self._elector: Elector | None = None
+        self._ledger: Ledger | None = None
 
     def __repr__(self) -> str:
         return f"<Singleton {self._name!r} on {self._store.detail}>"
@@ -142,8 +143,11 @@ class Singleton:
             elector = Elector(backend, self._timing, all_duties)
         ledger = Ledger(backend, self._timing)
         if self._duties is not None:
-            self._duties.open(self._name, self._timing.lease, lambda: elector.term, backend, ledger)
-        self._worker, self._backend, self._elector, self._reading = worker, backend, elector, asyncio.Lock()
+            self._duties.open(
+                self._name, self._timing.lease, lambda: elector.term, backend, ledger, lambda: elector.is_steady
+            )
+        self._worker, self._backend, self._elector, self._ledger = worker, backend, elector, ledger
+        self._reading = asyncio.Lock()
         # Tasks that the lifespan merely holds: a task group across `yield` would tear the application's resources down
         # while the server still answers.
         election = asyncio.create_task(elector.run(), name=f"fastapi_singleton:{self._name}:election")
@@ -154,7 +158,7 @@ class Singleton:
             try:
                 await self._stop(elector, election, ledger)
             finally:
-                self._worker = self._backend = self._elector = None
+                self._worker = self._backend = self._elector = self._ledger = None
                 await self._let_go(backend, ledger, election, writing)
 
     async def _stop(self, elector: Elector, election: "asyncio.Task[None]", ledger: Ledger) -> None:
@@ -223,7 +227,8 @@ class Singleton:
             return ["This worker is disabled (enabled=False): it neither leads nor runs jobs."]
         if self._elector is None:
             return ["The lifespan is not open: pass singleton.lifespan to FastAPI(lifespan=...)."]
-        problems = [self._elector.problem] if self._elector.problem is not None else []
+        told = self._elector.problem, self._ledger.problem if self._ledger is not None else None
+        problems = [problem for problem in dict.fromkeys(told) if problem is not None]
         if self._duties is not None:
             problems += self._duties.problems
         problems += self._tasks.problems

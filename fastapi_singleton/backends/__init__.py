@@ -96,6 +96,9 @@ class Backend(Protocol):
     async def meet(self, term: Term, notes: Sequence[JobNote]) -> dict[str, JobState]:
         """Make jobs known to the fleet at their first meeting; what it remembers of each."""
 
+    async def recall(self, term: Term, keys: Collection[str]) -> dict[str, JobState]:
+        """What the fleet remembers of those of these jobs that it knows; changes nothing."""
+
     async def note(self, term: Term, changes: Sequence[JobChange]) -> None:
         """Change what the fleet remembers of jobs."""
 

@@ -23,7 +23,7 @@ from apscheduler.events import (
 )
 
 from ..backends import Backend
-from ..catching_up import fingerprint, has_jitter
+from ..catching_up import fingerprint
 from ..election import Duties
 from ..errors import ConfigurationError
 from ..jobs import policy_of
@@ -54,15 +54,22 @@ class SchedulerDuties(Duties):
         self._catch_up = catch_up
         self._keep_runs = keep_runs
         self._racing = racing
-        self._names = Names(scheduler)
+        self._names = Names(scheduler, racing=racing)
         self._definitions: list[tuple[stock.Pending, dict[str, Any]]] = []
         self._guards: dict[str, Guard] = {}
         self._said_idle_job = False
 
     def open(
-        self, name: str, lease: float, trusted: Callable[[], Term | None], backend: Backend, ledger: Ledger
+        self,
+        name: str,
+        lease: float,
+        trusted: Callable[[], Term | None],
+        backend: Backend,
+        ledger: Ledger,
+        is_steady: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Put the guard in place. `trusted` tells, from any thread, whether this worker leads."""
+        """Put the guard in place. `trusted` tells, from any thread, whether this worker leads; `is_steady`, whether the
+        store has had the time to see the other workers."""
         scheduler = self.scheduler
         stock.check_scheduler(scheduler)
         if self._racing:
@@ -77,7 +84,7 @@ class SchedulerDuties(Duties):
         self._settling = Settling(self._gate, scheduler, backend.now, lease, explicit, racing=self._racing)
         self._succession = Succession(
             self._gate, self._executor, scheduler, backend, ledger, lease, self._keep_runs, self._settling,
-            racing=self._racing,
+            is_steady, racing=self._racing,
         )  # fmt: skip
         # Instance attributes shadow the class's methods; `close` takes them away again.
         scheduler._lookup_executor = self._executor
@@ -96,7 +103,7 @@ class SchedulerDuties(Duties):
             if id(job) not in restored or (alias, stock.job_key(job)) not in added
         ]
         self._definitions = [(entry, stock.state_of(entry[0])) for entry in pending]
-        self._names, self.problems = Names(self.scheduler), []
+        self._names, self.problems = Names(self.scheduler, racing=self._racing), []
         for entry in list(pending):
             job, alias, _ = entry
             self._check_policy(job)
@@ -194,15 +201,16 @@ class SchedulerDuties(Duties):
         scheduler._pending_jobs[:] = [entry for entry, _ in self._definitions]
 
     def _join_race(self, event: Any) -> None:
-        """A job was added while the others run."""
+        """A job was added or changed while the others run."""
         job = self.scheduler._lookup_job(event.job_id, event.jobstore)[0]
-        if has_jitter(job.trigger):
-            problem = f"The job {job.id} has a jitter, and is not run. Hint: {stock.NO_JITTER}"
+        reason = stock.unfit_for_race(job.trigger)
+        if reason is None:
+            self._settling.align(job)
+        elif job.next_run_time is not None:
+            problem = f"The job {job.id} is not run: {reason}"
             logger.error("%s", problem)
             self.problems.append(problem)
             self.scheduler.pause_job(job.id, event.jobstore)
-        else:
-            self._settling.align(job)
 
     def _executor(self, alias: str) -> Guard:
         executor = self.scheduler._executors.get(alias)
@@ -226,7 +234,7 @@ class SchedulerDuties(Duties):
                 self._names.done(event.job_id)
             else:
                 self._succession.removed(self._names.removed(event.job_id))
-        if event.code == EVENT_JOB_ADDED and self._racing and self._gate.accepting:
+        if event.code & (EVENT_JOB_ADDED | EVENT_JOB_MODIFIED) and self._racing and self._gate.accepting:
             self._join_race(event)
         if event.code & (EVENT_JOB_ADDED | EVENT_JOB_MODIFIED | EVENT_JOB_REMOVED):
             self._gate.on_loop(self._succession.hurry)

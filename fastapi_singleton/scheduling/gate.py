@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import ConfigurationError
 from ..jobs import enter_run, leave_run, policy_of
 from ..ledger import Ledger
-from ..records import Cause, Ending, Entry, Run, Term, Verdict
+from ..records import UNBEGUN, Cause, Ending, Entry, Run, Term, Verdict
 from ..timing import boot_clock
 from . import stock
 from .names import Names
@@ -110,6 +110,8 @@ class Gate:
         if verdict is Verdict.YOURS and self._trusted() is None:
             # So much time has passed that the run may have been given up for dead meanwhile: ask once more.
             verdict = await self._ledger.enter(entry)
+            if verdict is not Verdict.YOURS:
+                self._ledger.end(Ending(entry, "abandoned", 0.0, UNBEGUN))
         if verdict not in (Verdict.LOST, Verdict.EARLY) and stock.is_shared_date(self._scheduler, job):
             stock.remove(self._scheduler, job.id, job._jobstore_alias)  # it is in the ledger now
         match verdict:

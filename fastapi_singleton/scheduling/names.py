@@ -8,8 +8,9 @@ from . import stock
 class Names:
     """A name per job: its id, or its function where APScheduler made up the id. No two jobs have the same."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, *, racing: bool = False) -> None:
         self._scheduler = scheduler
+        self._racing = racing
         self._by_id: dict[str, str] = {}
         self._taken: set[str] = set()
         self.defined: set[str] = set()
@@ -25,11 +26,11 @@ class Names:
 
     def of(self, job: Any) -> str:
         """The name of a job. Of several added at run time from one function, the first has the function's name and the
-        others, which no other worker has, their own ids."""
+        others, which no other worker has, their own ids. In a race each of them has its own, because others may add theirs."""
         name = self._by_id.get(job.id)
         if name is None:
             name = self._natural(job, job._jobstore_alias)
-            self._give(job, name if name not in self._taken else _writable(job.id))
+            self._give(job, name if name not in self._taken and not self._racing else _writable(job.id))
         return self._by_id[job.id]
 
     def removed(self, job_id: str) -> str:

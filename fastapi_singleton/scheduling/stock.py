@@ -24,7 +24,9 @@ from apscheduler.jobstores.memory import MemoryJobStore
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.schedulers.base import BaseScheduler
+from apscheduler.triggers.calendarinterval import CalendarIntervalTrigger
 from apscheduler.triggers.date import DateTrigger
+from apscheduler.triggers.interval import IntervalTrigger
 
 from ..catching_up import has_jitter
 from ..errors import ConfigurationError
@@ -55,7 +57,21 @@ def check_scheduler(scheduler: Any) -> None:
         )
 
 
-NO_JITTER = "in mode='race' all workers must agree on the ticks: leave out jitter=, or use mode='leader'."
+def unfit_for_race(trigger: Any) -> str | None:
+    """Why workers could not agree on a trigger's ticks; None if they can."""
+    if has_jitter(trigger):
+        return "it has a jitter. Hint: in mode='race' all workers must agree on the ticks; leave it out, or use mode='leader'."
+    parts = getattr(trigger, "triggers", ())
+    if any(isinstance(part, IntervalTrigger | CalendarIntervalTrigger) for part in parts):
+        return "it combines an interval with other triggers. Hint: in mode='race' make it several jobs, or use cron."
+    if (
+        isinstance(trigger, CalendarIntervalTrigger)
+        and trigger.start_date > (datetime.now(UTC) - timedelta(days=2)).date()
+    ):
+        return (
+            "its interval starts with this process. Hint: in mode='race' give it a start_date, some days ago at least."
+        )
+    return None
 
 
 def check_for_race(scheduler: Any) -> None:
@@ -69,8 +85,9 @@ def check_for_race(scheduler: Any) -> None:
                 "mode='leader'.",
             )
     for job, _, _ in scheduler._pending_jobs:
-        if has_jitter(job.trigger):
-            raise ConfigurationError(f"The job {job.name} has a jitter.", hint=NO_JITTER)
+        if reason := unfit_for_race(job.trigger):
+            what, _, hint = reason.partition(" Hint: ")
+            raise ConfigurationError(f"The job {job.name} cannot be raced for: {what}", hint=hint)
 
 
 def job_key(job: Any, *, shared: bool = False) -> str:

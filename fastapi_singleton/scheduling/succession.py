@@ -19,7 +19,7 @@ from ..catching_up import fingerprint
 from ..errors import StoreError
 from ..jobs import policy_of
 from ..ledger import Ledger
-from ..processes import provably_alive
+from ..processes import provably_dead
 from ..records import Entry, JobChange, JobState, Term
 from ..timing import boot_clock
 from . import stock
@@ -45,7 +45,8 @@ class Succession:
 
     def __init__(
         self, gate: Gate, executor: Callable[[str], Guard], scheduler: Any, backend: Backend, ledger: Ledger,
-        lease: float, keep_runs: float, settling: Settling, *, racing: bool,
+        lease: float, keep_runs: float, settling: Settling,
+        is_steady: Callable[[], bool], *, racing: bool,
     ) -> None:  # fmt: skip
         self._gate = gate
         self._executor = executor
@@ -55,7 +56,10 @@ class Succession:
         self._lease = lease
         self._keep_runs = keep_runs
         self._settling = settling
+        self._is_steady = is_steady
         self._racing = racing
+        self._owes = False  # the take-over has yet to be done
+        self._started_at: datetime | None = None
         self._paused: dict[str, bool] = {}  # as the fleet was told
         self._triggers: dict[str, Any] = {}
         self._removed: set[str] = set()
@@ -73,6 +77,7 @@ class Succession:
             self._removed.clear()
         self._repeating.clear()
         self._tidied_at = 0.0
+        self._owes, self._started_at = True, started_at
         self._start(self._take_over(term, started_at))
 
     def end(self) -> None:
@@ -103,7 +108,11 @@ class Succession:
             if task.done() and not task.cancelled() and (error := task.exception()):
                 raise error
         if self._term is not None and all(task.done() for task in self._tasks):
-            self._start(self._look_after(self._term))
+            if self._owes:
+                # The store failed in the middle of it, and this worker's part went on: in a race there is no term to lose.
+                self._start(self._take_over(self._term, self._started_at))
+            else:
+                self._start(self._look_after(self._term))
 
     def removed(self, key: str) -> None:
         """The application removed a job."""
@@ -123,7 +132,6 @@ class Succession:
             # What the application did to its jobs here while nobody could be told.
             await self._note_changes(term, jobs)
             states = await self._meet(term, jobs)
-            await self._sweep(term)  # before anything is claimed: runs of the dead must not count
             now = self._backend.now()
             known = await self._known(term, jobs, states, now)
             due: list[tuple[Any, list[Due]]] = []
@@ -140,6 +148,7 @@ class Succession:
             self._scheduler.resume()
             for job, ticks in due:
                 self._submit(job, ticks)
+            self._owes = False
             await self._ask(term, asyncio.gather(*(self._ledger.enter(remark) for remark in remarks)))
             await self._note_settled(term, jobs, now)
             await self._tidy(term)
@@ -156,7 +165,11 @@ class Succession:
         states: dict[str, JobState] = {}
         for chunk in _chunks(notes):
             states |= await self._ask(term, self._backend.meet(term, chunk))
-        self._paused |= {key: state.paused for key, state in states.items() if not state.removed}
+        for key, state in states.items():
+            if state.removed:
+                self._paused.pop(key, None)  # if it comes back, it is news
+            else:
+                self._paused[key] = state.paused
         self._triggers |= {key: job.trigger for key, job in jobs.items()}
         return states
 
@@ -246,15 +259,18 @@ class Succession:
 
     async def _heed(self, term: Term, jobs: dict[str, Any]) -> None:
         """In a race, do to the jobs here what was done to them in other workers: paused, resumed, removed."""
-        before = dict(self._paused)
-        for key, state in (await self._meet(term, jobs)).items():
-            job = jobs[key]
-            if state.removed:
-                stock.remove(self._scheduler, job.id, job._jobstore_alias)
-            elif state.paused and not before[key]:
-                self._scheduler.pause_job(job.id, job._jobstore_alias)
-            elif before[key] and not state.paused:
-                self._scheduler.resume_job(job.id, job._jobstore_alias)
+        for chunk in _chunks(jobs):
+            for key, state in (await self._ask(term, self._backend.recall(term, chunk))).items():
+                job, before = jobs[key], self._paused.get(key)
+                if before is None:
+                    continue  # removed here meanwhile
+                if state.removed:
+                    self._paused.pop(key)
+                    stock.remove(self._scheduler, job.id, job._jobstore_alias)
+                elif state.paused != before:
+                    self._paused[key] = state.paused
+                    change = self._scheduler.pause_job if state.paused else self._scheduler.resume_job
+                    change(job.id, job._jobstore_alias)
 
     async def _tidy(self, term: Term) -> None:
         """Give up the runs of workers that are gone, repeat those whose policy says so, forget what is old."""
@@ -269,8 +285,11 @@ class Succession:
         await self._ask(term, self._backend.prune(term, self._keep_runs))
 
     async def _sweep(self, term: Term) -> None:
+        if not self._is_steady():
+            return  # after the store was away nobody has been seen for a while, and it need not mean anything
         unseen = await self._ask(term, self._backend.unseen(term))
-        silent = [worker for worker, process in unseen.items() if provably_alive(process)]
+        # Whether such a run still counts is for those to say who can know: here it is enough that it may.
+        silent = [worker for worker, process in unseen.items() if process and not provably_dead(process)]
         if unseen and (given_up := await self._ask(term, self._backend.sweep(term, silent))):
             logger.warning("%d run(s) of workers that are gone were given up", given_up)
 

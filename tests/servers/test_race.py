@@ -98,13 +98,6 @@ async def test_a_worker_that_leaves_is_not_missed(start: Start, store: RealStore
     assert {after - before for before, after in pairwise(ticks)} == {timedelta(seconds=1)}
 
 
-async def test_an_interval_inside_another_trigger_is_aligned_too(start: Start) -> None:
-    for _ in range(2):
-        await start(racing(trigger=OrTrigger([IntervalTrigger(seconds=1)])))
-        await asyncio.sleep(0.11)
-    await eventually(each_once, "four ticks")
-
-
 @pytest.mark.parametrize("idiom", [{}, {"trigger": "interval", "hours": 1, "next_run_time": "now"}])
 async def test_what_is_to_run_at_once_runs_in_one_worker(start: Start, idiom: dict[str, Any]) -> None:
     singletons = []
@@ -139,15 +132,17 @@ async def test_a_job_paused_in_one_worker_is_paused_and_resumed_in_all(start: St
     await eventually(lambda: second.get_job("job") is None, "the removal in the other worker")
 
 
-@pytest.mark.parametrize("combined", [False, True])
-async def test_a_job_added_while_the_others_run_has_their_phase(start: Start, combined: bool) -> None:
+@pytest.mark.parametrize("rescheduled", [False, True])
+async def test_a_job_added_or_rescheduled_while_the_others_run_has_their_phase(start: Start, rescheduled: bool) -> None:
     schedulers = [racing(trigger="cron", hour=0), racing(trigger="cron", hour=0)]
     for scheduler in schedulers:
         await start(scheduler)
     await eventually(lambda: {scheduler.state for scheduler in schedulers} == {STATE_RUNNING}, "the start")
     for scheduler in schedulers:
-        every_second = IntervalTrigger(seconds=1)
-        scheduler.add_job(job_async, OrTrigger([every_second]) if combined else every_second, id="late")
+        if rescheduled:
+            scheduler.reschedule_job("job", trigger="interval", seconds=1)
+        else:
+            scheduler.add_job(job_async, "interval", seconds=1, id="late")
         await asyncio.sleep(0.11)
     await eventually(each_once, "four ticks")
     assert {run.scheduled_for.microsecond for run in runs} == {0}
@@ -222,6 +217,8 @@ def test_what_cannot_be_raced_for_is_refused_at_construction() -> None:
     for scheduler, words in (
         (racing(seconds=1, jitter=3), "jitter"),
         (racing(trigger=OrTrigger([IntervalTrigger(seconds=1, jitter=1)])), "jitter"),
+        (racing(trigger=OrTrigger([IntervalTrigger(seconds=1)])), "combines"),
+        (racing(trigger="calendarinterval", days=2), "starts with this process"),
         (AsyncIOScheduler(jobstores={"default": SQLAlchemyJobStore("sqlite://")}), "job store"),
         (None, "needs a scheduler"),
     ):

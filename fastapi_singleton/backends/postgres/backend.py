@@ -168,7 +168,10 @@ class PostgresBackend:
         rows: list[Any] = []
         while len(rows) < len(notes):
             rows = await self._leading(term).fetch("meet", self._name, *columns)
-        return {row["key"]: JobState(*(row[field.name] for field in fields(JobState))) for row in rows}
+        return ledger.job_states(rows)
+
+    async def recall(self, term: Term, keys: Collection[str]) -> dict[str, JobState]:
+        return ledger.job_states(await self._leading(term).fetch("recall", self._name, list(keys)))
 
     async def note(self, term: Term, changes: Sequence[JobChange]) -> None:
         columns = [[getattr(change, field) for change in changes] for field in ("key", "paused", "removed", "since")]

@@ -3,13 +3,14 @@
 from . import ledger
 from .ledger import HISTORY_DIGEST
 
-# Shows that this worker lives; rewrites its row only when it has grown old, so that most polls write nothing.
+# Shows that this worker lives; rewrites its row only when it has grown old. Not much older
+# than the margin by which trust ends before the lease: whoever trusts in itself must have been seen.
 _SEEN = """
     INSERT INTO fastapi_singleton.worker AS w
         (name, worker, hostname, pid, started_at, lease, version, process, role, last_seen_at)
     VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, clock_timestamp())
     ON CONFLICT (name, worker) DO UPDATE SET last_seen_at = clock_timestamp()
-    WHERE w.last_seen_at < clock_timestamp() - $6::interval / 8
+    WHERE w.last_seen_at < clock_timestamp() - $6::interval / 20
     RETURNING w.*
 """
 # A statement does not see what it writes itself, so its own row is put beside the others.

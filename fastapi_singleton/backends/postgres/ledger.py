@@ -6,12 +6,13 @@ can pass it) is all that decides.
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
 from ...errors import ConfigurationError, LostLeadershipError
-from ...records import GONE, SILENT, Alive, Crowd, Ending, Entry, Run, Verdict
+from ...records import GONE, SILENT, Alive, Crowd, Ending, Entry, JobState, Run, Verdict
 from ..views import NEWEST, clean
 from .schema import ALIVE
 
@@ -105,7 +106,7 @@ WITH noted AS MATERIALIZED (
 ),
 met AS (
     INSERT INTO fastapi_singleton.job AS j (name, key, fingerprint, since, anchor, paused)
-    SELECT $1, key, fingerprint, clock_timestamp(), anchor, paused FROM noted
+    SELECT $1, key, fingerprint, clock_timestamp(), anchor, paused FROM noted ORDER BY key
     ON CONFLICT (name, key) DO UPDATE SET fingerprint = excluded.fingerprint, since = excluded.since,
         anchor = excluded.anchor, paused = excluded.paused, removed = false
     WHERE j.fingerprint <> excluded.fingerprint
@@ -115,6 +116,10 @@ SELECT * FROM met
 UNION ALL
 SELECT key, j.since, j.anchor, j.paused, j.removed, false FROM fastapi_singleton.job AS j JOIN noted USING (key)
 WHERE j.name = $1 AND key NOT IN (SELECT met.key FROM met)
+"""
+
+RECALL = """
+SELECT key, since, anchor, paused, removed, false AS new FROM fastapi_singleton.job WHERE name = $1 AND key = ANY ($2::text[])
 """
 
 # A resumed job owes nothing for the time it was paused.
@@ -217,9 +222,8 @@ ORDER BY r.tick DESC, r.attempt DESC LIMIT $4
 """
 
 STATEMENTS = {
-    "enter": ENTER, "finish": FINISH, "meet": MEET, "note": NOTE, "ticks": TICKS, "unseen": UNSEEN, "sweep": SWEEP,
-    "cut": CUT,
-    "prune": PRUNE, "history": HISTORY, "runs": RUNS,
+    "enter": ENTER, "finish": FINISH, "meet": MEET, "recall": RECALL, "note": NOTE, "ticks": TICKS, "unseen": UNSEEN,
+    "sweep": SWEEP, "cut": CUT, "prune": PRUNE, "history": HISTORY, "runs": RUNS,
 }  # fmt: skip
 
 # In the user's own transaction: the run's row, held against whoever would give it up for dead.
@@ -254,6 +258,10 @@ def entry_arguments(
 def answer(row: Any) -> Verdict | Crowd:
     verdict = Verdict(row["verdict"])
     return verdict if verdict is not Verdict.FULL else Crowd(tuple(Alive(*run) for run in json.loads(row["alive"])))
+
+
+def job_states(rows: Iterable[Any]) -> dict[str, JobState]:
+    return {row["key"]: JobState(*(row[field.name] for field in fields(JobState))) for row in rows}
 
 
 def ending_arguments(name: str, endings: Sequence[Ending]) -> tuple[object, ...]:

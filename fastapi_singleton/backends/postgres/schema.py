@@ -128,7 +128,8 @@ def schema_sql(role: str = "your_application_role") -> str:
     role = role.replace('"', '""')
     grants = (
         f'GRANT USAGE ON SCHEMA fastapi_singleton TO "{role}";\n'
-        f'GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA fastapi_singleton TO "{role}";'
+        f'GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA fastapi_singleton TO "{role}";\n'
+        f'GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA fastapi_singleton TO "{role}";'
     )
     return "\n\n".join(["BEGIN;", *steps, grants, "COMMIT;"])
 

@@ -179,6 +179,10 @@ class RedisBackend:
         states = await self._run_leading(term, ledger_scripts.MEET, *rows.note_arguments(notes))
         return {note.key: job_state(*state) for note, state in zip(notes, states, strict=True)}
 
+    async def recall(self, term: Term, keys: Collection[str]) -> dict[str, JobState]:
+        states = await self._run_leading(term, ledger_scripts.RECALL, *map(rows.job_key, keys))
+        return {key: job_state(*state) for key, state in zip(keys, states, strict=True) if state}
+
     async def note(self, term: Term, changes: Sequence[JobChange]) -> None:
         await self._run_leading(term, ledger_scripts.NOTE, *rows.change_arguments(changes))
 

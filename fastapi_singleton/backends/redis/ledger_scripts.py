@@ -143,6 +143,20 @@ end
 return states
 """)
 
+# What is remembered of each job; an empty list for one that is not known.
+RECALL = script("""
+if over(ARGV[1]) then
+    return false
+end
+local states = {}
+for i = 2, #ARGV do
+    local known = redis.call('HGET', jobs, ARGV[i])
+    local job = known and cjson.decode(known)
+    states[#states + 1] = job and {job.since, job.anchor, job.paused, job.removed, '0'} or {}
+end
+return states
+""")
+
 # Changes what is remembered; '' leaves a field as it was. A resumed job owes nothing for the time it was paused.
 NOTE = script("""
 if over(ARGV[1]) then

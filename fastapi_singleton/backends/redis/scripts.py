@@ -77,7 +77,7 @@ end
 
 -- Shows that a worker lives; writes only when that has grown old, so that most polls write nothing.
 local function appear(worker, document, patience)
-    if last_seen(worker) < now - patience / 8 then
+    if last_seen(worker) < now - patience / 20 then
         redis.call('HSET', workers, worker, document)
         redis.call('ZADD', seen, digits(now), worker)
     end

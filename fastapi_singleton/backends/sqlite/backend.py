@@ -212,6 +212,9 @@ class SqliteBackend:
     async def meet(self, term: Term, notes: Sequence[JobNote]) -> dict[str, JobState]:
         return await self._lead(term, _writing, lambda t: memory.meet(t, self._name, notes))
 
+    async def recall(self, term: Term, keys: Collection[str]) -> dict[str, JobState]:
+        return await self._lead(term, _reading, lambda t: memory.recall(t, self._name, keys))
+
     async def note(self, term: Term, changes: Sequence[JobChange]) -> None:
         await self._lead(term, _writing, lambda t: memory.note(t, self._name, changes))
 

@@ -17,7 +17,7 @@ INSERT INTO fastapi_singleton_worker
 VALUES (:name, :worker, :hostname, :pid, :version, :process, :role, :lease, :boot, :after_boot, :started_at, :now)
 ON CONFLICT (name, worker) DO UPDATE
 SET boot = excluded.boot, seen_after_boot = excluded.seen_after_boot, last_seen_at = excluded.last_seen_at
-WHERE boot <> excluded.boot OR seen_after_boot NOT BETWEEN excluded.seen_after_boot - :lease / 8 AND excluded.seen_after_boot
+WHERE boot <> excluded.boot OR seen_after_boot NOT BETWEEN excluded.seen_after_boot - :lease / 20 AND excluded.seen_after_boot
 """
 
 # Whether the worker in this row was seen within its own lease; by the boot's clock, as the lease itself.

@@ -1,6 +1,7 @@
 """What the fleet remembers of its jobs, from one leader to the next."""
 
-from collections.abc import Sequence
+import sqlite3
+from collections.abc import Collection, Sequence
 from datetime import datetime
 
 from ...records import JobChange, JobNote, JobState
@@ -38,10 +39,18 @@ def meet(transaction: Transaction, name: str, notes: Sequence[JobNote]) -> dict[
                 anchor=_optional(note.anchor), paused=note.paused,
             )  # fmt: skip
             row = transaction.execute(JOB, name=name, key=note.key).fetchone()
-        anchor = None if row["anchor"] is None else parse_time(row["anchor"])
-        paused, removed = bool(row["paused"]), bool(row["removed"])
-        states[note.key] = JobState(parse_time(row["since"]), anchor, paused, removed, new)
+        states[note.key] = _state(row, new)
     return states
+
+
+def recall(transaction: Transaction, name: str, keys: Collection[str]) -> dict[str, JobState]:
+    rows = {key: transaction.execute(JOB, name=name, key=key).fetchone() for key in keys}
+    return {key: _state(row, False) for key, row in rows.items() if row is not None}
+
+
+def _state(row: sqlite3.Row, new: bool) -> JobState:
+    anchor = None if row["anchor"] is None else parse_time(row["anchor"])
+    return JobState(parse_time(row["since"]), anchor, bool(row["paused"]), bool(row["removed"]), new)
 
 
 def note(transaction: Transaction, name: str, changes: Sequence[JobChange]) -> None:
