@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 UV := $(shell command -v uv 2>/dev/null)
 
-.PHONY: help check test test-containers bench chaos demo clean format
+.PHONY: help check test test-slow test-containers bench chaos demo clean format
 
 help:
 	@echo "make demo              the example on four gunicorn workers and a real PostgreSQL (ARGS=--once: by itself)"
 	@echo "make test              all tests, against real parts"
+	@echo "make test-slow         the storm over more stores and modes, and what else takes long"
 	@echo "make test-containers   the same on PostgreSQL 14 to 18 in Docker"
 	@echo "make check             format, lint, types, import contracts"
 	@echo "make chaos             ten minutes of faults; no tick doubled, none missed (ARGS='--seed 7 --minutes 2')"
@@ -37,6 +38,9 @@ format: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/pytest $(ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/pytest -m slow $(ARGS)
 
 test-containers: $(STAMP)
 	$(BIN)/python -m tests.containers $(ARGS)

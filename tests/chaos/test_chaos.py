@@ -18,8 +18,14 @@ RACE_FAULTS = (
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("store", DEPLOYMENTS)
-@pytest.mark.parametrize("mode", ["leader", "race"])
+@pytest.mark.parametrize(
+    ("store", "mode"),
+    [
+        pytest.param(store, mode, marks=pytest.mark.slow if mode == "race" and store != "postgresql" else ())
+        for mode in ("leader", "race")
+        for store in DEPLOYMENTS
+    ],
+)
 def test_no_tick_is_doubled_and_none_missed_while_workers_and_store_are_killed_frozen_and_cut_off(
     store: str, mode: str
 ) -> None:

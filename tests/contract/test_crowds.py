@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fastapi_singleton.errors import StoreError
 from fastapi_singleton.processes import identity
 from fastapi_singleton.records import GONE, SILENT, Crowd, Ending, Entry, JobNote, Term, Verdict
 
@@ -171,3 +172,50 @@ async def test_two_that_claim_at_the_same_time_do_not_both_find_room(workers: Wo
         assert kinds == [Crowd.__name__, Verdict.__name__], trial
         for entry in entries:
             await racers[0].backend.finish([Ending(entry, "succeeded", 0.1)])
+
+
+async def test_a_claim_and_a_remark_for_one_tick_do_not_stand_in_each_others_way(workers: Workers) -> None:
+    worker = await workers()
+    await worker.backend.attend()
+    asked = worker.ledger._ask(claim())
+    worker.ledger.remark([claim(limit=None, outcome="skipped", error="coalesced")])
+    assert await asked is Verdict.YOURS
+    assert await worker.ledger.enter(dataclasses.replace(claim(), job="another")) is Verdict.YOURS
+
+
+async def test_a_claim_given_up_for_dead_before_anybody_heard_of_it_counts_no_more(workers: Workers) -> None:
+    frozen, worker = await workers(lease=1.0), await workers(lease=1.0)
+    await frozen.backend.attend()
+    term = await worker.elect()
+    entry = claim()
+
+    async def meanwhile() -> None:
+        async def given_up() -> Any:
+            assert await worker.backend.renew(term)
+            return await worker.backend.sweep(term, [frozen.worker.worker])
+
+        await eventually(given_up, "the sweep")
+        await frozen.backend.attend()  # it is seen again
+
+    frozen.lose_the_next_reply(meanwhile=meanwhile)
+    assert await frozen.ledger.enter(entry) is Verdict.TAKEN
+    await frozen.ledger.flush(30)
+    assert await worker.ledger.enter(claim(NEXT, token=term.token)) is Verdict.YOURS
+
+
+async def test_what_cannot_be_written_down_is_told_and_keeps_nothing_else_from_it(workers: Workers) -> None:
+    worker = await workers(lease=1.0)
+    await worker.backend.attend()
+    enter = worker.backend.enter
+
+    async def choke(entries: Any, *more: Any) -> Any:
+        if any(entry.job == "odd" for entry in entries):
+            raise StoreError("The store chokes on it.", hint="none")
+        return await enter(entries, *more)
+
+    worker.backend.enter = choke
+    worker.ledger.remark([Entry("unit", "odd", NOW, outcome="skipped")])
+    assert await asyncio.wait_for(worker.ledger.enter(claim()), 60) is Verdict.YOURS
+    await eventually(lambda: worker.ledger.problem == "The store chokes on it. Hint: none", "the problem")
+    worker.backend.enter = enter
+    await eventually(lambda: worker.ledger.problem is None, "its end")

@@ -98,7 +98,14 @@ async def test_a_host_that_never_answers_does_not_hide_the_next_one_for_ever(wor
         await elected(backend)
 
 
-@pytest.mark.parametrize("word", [b"LISTEN", b"CREATE SCHEMA", b"fastapi_singleton.job ("])
+@pytest.mark.parametrize(
+    "word",
+    [
+        pytest.param(b"LISTEN", marks=pytest.mark.slow),
+        b"CREATE SCHEMA",
+        pytest.param(b"fastapi_singleton.job (", marks=pytest.mark.slow),
+    ],
+)
 async def test_a_worker_frozen_while_it_sets_up_gives_up_in_time_and_stands_in_nobodys_way(
     worker: Open, database: str, word: bytes
 ) -> None:

@@ -302,3 +302,19 @@ async def test_jobs_are_published_when_they_change_and_again_in_a_new_term() -> 
         await eventually(lambda: (1, ()) in stage.published, "the change")
         stage.keeps = False
         await eventually(lambda: (2, ()) in stage.published, "the next term's first renewal")
+
+
+def test_a_worker_is_steady_once_the_store_has_answered_for_a_whole_lease() -> None:
+    stage: Any = Stage({}, True)
+    elector = stage.elector = Elector(stage, Timing(2.0), stage, clock=lambda: stage.now)
+
+    def after(seconds: float, answer: bool = True) -> bool:
+        stage.now += seconds
+        if answer:
+            elector._answered()
+        return elector.is_steady
+
+    assert [after(0), after(1.0), after(0.9), after(0.2)] == [False, False, False, True]
+    elector._note(AWAY)
+    assert [after(0.1, False), after(0.1), after(1.9), after(0.2)] == [False, False, False, True]
+    assert after(5.0) is False  # it was not heard of for longer than a lease
