@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from .backends import Backend, Store
 from .errors import StoreError
 from .processes import provably_alive, provably_dead
-from .records import UNBEGUN, Alive, Crowd, Ending, Entry, Verdict, Worker
+from .records import UNBEGUN, Alive, Crowd, Ending, Entry, Term, Verdict, Worker
 from .timing import Timing
 
 logger = logging.getLogger("fastapi_singleton")
@@ -219,6 +219,9 @@ async def open_ledger(store: Store, name: str, timing: Timing) -> AsyncIterator[
     tasks: list[asyncio.Task[None]] = []
     try:
         await backend.attend()
+        if all(worker.role == "guest" for worker in backend.fleet.workers):
+            # Nobody else will: a fleet of cron lines has no leader to do it.
+            await give_up_the_gone(backend, Term.race(name, ""))
         tasks = [asyncio.create_task(ledger.run()), asyncio.create_task(_stay(backend, timing))]
         yield backend, ledger
         if left := await ledger.flush(4 * timing.request_timeout):
@@ -229,6 +232,14 @@ async def open_ledger(store: Store, name: str, timing: Timing) -> AsyncIterator[
         await asyncio.gather(*tasks, return_exceptions=True)
         await backend.close()
         backend.forfeit()
+
+
+async def give_up_the_gone(backend: Backend, term: Term) -> int:
+    """Give up the unfinished runs of workers that have not been seen for a whole lease; how many."""
+    unseen = await backend.unseen(term)
+    # Whether such a run still counts is for those to say who can know: here it is enough that it may.
+    silent = [worker for worker, process in unseen.items() if process and not provably_dead(process)]
+    return await backend.sweep(term, silent) if unseen else 0
 
 
 def _crowds(answers: Mapping[int, Verdict | Crowd]) -> dict[int, Crowd]:

@@ -18,6 +18,10 @@ Role = Literal[
     "leader", "standby", "racer", "guest"
 ]  # a guest has runs in the ledger, and no part in who runs the jobs
 
+# A job whose every attempt takes its worker down must not go on for ever.
+MOST_ATTEMPTS = 5
+NEWEST = 50  # runs that the status shows
+
 # How a run ends that was given up because its worker was not seen any more. The second says that the worker's process may
 # live nevertheless, frozen perhaps: whoever knows that it does counts its run as alive.
 GONE = "its worker is gone"
@@ -259,6 +263,10 @@ class Fleet:
     jobs: tuple[JobView, ...] = ()
     runs: tuple[RunView, ...] = ()
 
+    @property
+    def versions(self) -> tuple[str, ...]:
+        return tuple(sorted({worker.version for worker in self.workers if worker.version}))
+
 
 @dataclass(frozen=True)
 class BackendView:
@@ -277,8 +285,8 @@ class Status:
     name: str
     mode: str
     backend: BackendView
-    lease_seconds: float
-    worst_case_failover_seconds: float
+    lease_seconds: float | None  # None, likewise below: whoever asks is not of the fleet, and cannot tell
+    worst_case_failover_seconds: float | None
     leader: LeaderView | None
     workers: tuple[WorkerView, ...]
     jobs: tuple[JobView, ...]

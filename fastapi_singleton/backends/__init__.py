@@ -145,8 +145,8 @@ def find_store(url: str | None, connect: Callable[[], Awaitable[Any]] | None) ->
         url = "postgresql:" if connect is not None else DEFAULT_URL
     try:
         scheme = urlsplit(url).scheme
-    except ValueError:
-        scheme = ""
+    except ValueError:  # brackets that do not match, say; the backend of the scheme says what is wrong
+        scheme = url.partition(":")[0]
     if connect is not None and scheme not in POSTGRESQL:
         raise ConfigurationError(
             "connect= makes connections to PostgreSQL only.",

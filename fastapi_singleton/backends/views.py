@@ -7,8 +7,6 @@ from typing import Any
 
 from ..records import JobView, LeaderView, RunView, WorkerView
 
-NEWEST = 50  # runs that the status shows
-
 
 def parse_time(text: str) -> datetime:
     return datetime.fromisoformat(text).astimezone(UTC)

@@ -33,6 +33,7 @@ from ..timing import boot_clock
 from . import stock
 from .gate import Gate, NotRun
 from .guard import Guard
+from .looking import Looking
 from .names import Names
 from .settling import Settling
 from .succession import Succession
@@ -56,8 +57,11 @@ class SchedulerDuties(Duties):
         self._racing = racing
         self._names = Names(scheduler, racing=racing)
         self._definitions: list[tuple[stock.Pending, dict[str, Any]]] = []
+        self._dates: dict[str, Any] = {}
         self._guards: dict[str, Guard] = {}
         self._said_idle_job = False
+        for job, _, _ in scheduler._pending_jobs:
+            self._check_policy(job)
 
     def open(
         self,
@@ -81,15 +85,17 @@ class SchedulerDuties(Duties):
         self._gate = Gate(name, scheduler, self._names, self._catch_up, trusted, ledger)
         self._now = backend.now
         self._guards.clear()
-        self._settling = Settling(self._gate, scheduler, backend.now, lease, explicit, racing=self._racing)
+        self._settling = Settling(
+            self._gate, scheduler, backend.now, lease, explicit, self._complain, racing=self._racing
+        )
         self._succession = Succession(
             self._gate, self._executor, scheduler, backend, ledger, lease, self._keep_runs, self._settling,
-            is_steady, racing=self._racing,
+            is_steady, self._dates, racing=self._racing,
         )  # fmt: skip
         # Instance attributes shadow the class's methods; `close` takes them away again.
         scheduler._lookup_executor = self._executor
         scheduler._dispatch_event = self._dispatch
-        stock.process_jobs_by(scheduler, backend.now, lease)
+        scheduler._process_jobs = Looking(scheduler, backend.now, lease)
 
     def _define(self) -> None:
         """Keep the jobs as the application defines them; the scheduler forgets them when it is shut down."""
@@ -103,13 +109,16 @@ class SchedulerDuties(Duties):
             if id(job) not in restored or (alias, stock.job_key(job)) not in added
         ]
         self._definitions = [(entry, stock.state_of(entry[0])) for entry in pending]
-        self._names, self.problems = Names(self.scheduler, racing=self._racing), []
+        self._names, self.problems, self._dates = Names(self.scheduler, racing=self._racing), [], {}
         for entry in list(pending):
             job, alias, _ = entry
             self._check_policy(job)
-            if self._names.define(job, alias) is None:
+            name = self._names.define(job, alias)
+            if name is None:
                 pending.remove(entry)
                 self._refuse(stock.job_key(job))
+            elif stock.is_date(job) and policy_of(job.func).on_crash == "rerun":
+                self._dates[name] = job
 
     def _check_policy(self, job: Any) -> None:
         catch_up = policy_of(job.func).catch_up
@@ -120,9 +129,14 @@ class SchedulerDuties(Duties):
             )
 
     def _refuse(self, name: str) -> None:
-        problem = f"Two jobs are called {name!r}; the second is not run. Hint: give it a name of its own with id=."
-        logger.error("%s", problem)
-        self.problems.append(problem)
+        self._complain(
+            f"Two jobs are called {name!r}; the second is not run. Hint: give it a name of its own with id=."
+        )
+
+    def _complain(self, problem: str) -> None:
+        if problem not in self.problems:
+            logger.error("%s", problem)
+            self.problems.append(problem)
 
     @property
     def names(self) -> set[str]:
@@ -207,9 +221,7 @@ class SchedulerDuties(Duties):
         if reason is None:
             self._settling.align(job)
         elif job.next_run_time is not None:
-            problem = f"The job {job.id} is not run: {reason}"
-            logger.error("%s", problem)
-            self.problems.append(problem)
+            self._complain(f"The job {job.id} is not run: {reason}")
             self.scheduler.pause_job(job.id, event.jobstore)
 
     def _executor(self, alias: str) -> Guard:

@@ -28,6 +28,7 @@ class Settling:
         now: Callable[[], datetime],
         lease: float,
         explicit: dict[str, datetime],
+        complain: Callable[[str], None],
         *,
         racing: bool,
     ) -> None:
@@ -36,6 +37,7 @@ class Settling:
         self._now = now
         self._lease = lease
         self._explicit = explicit  # ticks the application asked for beside the trigger's, by job id
+        self._complain = complain
         self._racing = racing
 
     def note(self, key: str, job: Any) -> JobNote:
@@ -62,7 +64,7 @@ class Settling:
                 self._scheduler.pause_job(job.id, job._jobstore_alias)
             return [], []
         afresh = started_at is not None
-        if afresh and stock.is_date(job) and self._is_private(stock.tick_of(job, now), now):
+        if afresh and stock.is_date(job) and self._is_private(job, stock.tick_of(job, now), now):
             stock.remove(self._scheduler, job.id, job._jobstore_alias)
             return [], []
         late = self._gate.latest_start(job)
@@ -111,7 +113,7 @@ class Settling:
                 return None
             if started_at is not None and tick <= started_at and not stock.is_date(job):
                 return None  # worked out by a host whose clock is behind the store's
-        if self._is_private(tick, now):
+        if self._is_private(job, tick, now):
             return None
         if self._racing and catching_up.is_implicit(tick):
             tick = state.since
@@ -129,14 +131,13 @@ class Settling:
             and not stock.is_shared(self._scheduler, alias)
         )
 
-    def _is_private(self, tick: datetime, now: datetime) -> bool:
+    def _is_private(self, job: Any, tick: datetime, now: datetime) -> bool:
         """Whether, in a race, a tick yet to come was worked out from this worker's clock: the others have another."""
         if not (self._racing and tick > now and catching_up.is_implicit(tick)):
             return False
-        logger.warning(
-            "A job's first run at %s was worked out from this worker's clock, and is another in each: in mode='race' it is "
-            "not run. Hint: give it a time that is the same in every worker",
-            tick,
+        self._complain(
+            f"A run of {self._gate.names.of(job)} at {tick} is not made: it seems to be worked out from this worker's "
+            "clock, and mode='race' needs one that is the same in every worker. Hint: give it a time in whole seconds."
         )
         return True
 

@@ -1,8 +1,7 @@
 """What is used of APScheduler's insides, in one place. The private names, each pinned by a test:
 
 scheduler `_lookup_executor`, `_lookup_job`, `_dispatch_event`, `_real_add_job`, `_process_jobs`, `_pending_jobs`, `_executors`,
-`_jobstores`; executor `_pool`; job store `_reconstitute_job`; `Job.__slots__`; the global `datetime` that `_process_jobs`
-reads its clock from.
+`_jobstores`, `_jobstores_lock`; executor `_pool`; job store `_reconstitute_job`; `Job.__slots__`, `Job._modify`.
 """
 
 import asyncio
@@ -10,10 +9,8 @@ import inspect
 import logging
 import pickle
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from apscheduler.events import EVENT_JOB_REMOVED, JobEvent
@@ -23,7 +20,6 @@ from apscheduler.jobstores.base import ConflictingIdError, JobLookupError
 from apscheduler.jobstores.memory import MemoryJobStore
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.schedulers.background import BackgroundScheduler
-from apscheduler.schedulers.base import BaseScheduler
 from apscheduler.triggers.calendarinterval import CalendarIntervalTrigger
 from apscheduler.triggers.date import DateTrigger
 from apscheduler.triggers.interval import IntervalTrigger
@@ -35,7 +31,6 @@ logger = logging.getLogger("fastapi_singleton")
 
 Pending = tuple[Any, str, bool]
 
-_PORTION = 250
 _RANDOM_ID = re.compile(r"[0-9a-f]{32}")
 _SLOTS = tuple(slot for slot in Job.__slots__ if slot != "__weakref__")
 
@@ -134,50 +129,6 @@ def start_paused(scheduler: Any) -> None:
         raise
     finally:
         del scheduler._real_add_job
-
-
-class _Processing:
-    """The scheduler as its own `_process_jobs` sees it. Ours are: what becomes of a job without further ticks, and how
-    many it is shown at a time, so that a thousand due jobs neither hold up requests nor wait for each other's claims."""
-
-    def __init__(self, scheduler: Any, exhausted: Callable[[str, str], None]) -> None:
-        self._scheduler = scheduler
-        self.remove_job = exhausted
-
-    @property
-    def _jobstores(self) -> dict[str, Any]:
-        stores = self._scheduler._jobstores
-        return {
-            alias: _InPortions(store) if type(store) is MemoryJobStore else store for alias, store in stores.items()
-        }
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
-
-
-class _InPortions:
-    """A store that shows some of its due jobs; the others are still due when it is asked again, at once."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self.update_job = store.update_job
-        self.get_next_run_time = store.get_next_run_time
-
-    def get_due_jobs(self, now: datetime) -> list[Any]:
-        due: list[Any] = self._store.get_due_jobs(now)
-        return due[:_PORTION]
-
-
-def process_jobs_by(scheduler: Any, now: Callable[[], datetime], lease: float) -> None:
-    """Let the scheduler look for due jobs by that clock instead of the host's: its own code, with another `datetime`.
-
-    In UTC: two times of one zone are compared by the wall clock, so that in the hour that comes twice jobs would be due
-    an hour early."""
-    stock = BaseScheduler._process_jobs
-    clock = SimpleNamespace(now=lambda zone: now())
-    process_jobs = FunctionType(stock.__code__, {**stock.__globals__, "datetime": clock})
-    processing = _Processing(scheduler, lambda job_id, alias: exhausted(scheduler, job_id, alias, now(), lease))
-    scheduler._process_jobs = lambda: process_jobs(processing)
 
 
 def process_jobs_as_usual(scheduler: Any) -> None:

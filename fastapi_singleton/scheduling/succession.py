@@ -18,9 +18,8 @@ from ..backends import Backend
 from ..catching_up import fingerprint
 from ..errors import StoreError
 from ..jobs import policy_of
-from ..ledger import Ledger
-from ..processes import provably_dead
-from ..records import Entry, JobChange, JobState, Term
+from ..ledger import Ledger, give_up_the_gone
+from ..records import MOST_ATTEMPTS, Entry, JobChange, JobState, Term
 from ..timing import boot_clock
 from . import stock
 from .gate import Due, Gate
@@ -31,8 +30,6 @@ logger = logging.getLogger("fastapi_singleton")
 
 Answer = TypeVar("Answer")
 
-# A job whose every attempt takes its worker down must not go on for ever.
-MOST_ATTEMPTS = 5
 _SETTLE_EVERY = 60.0
 
 
@@ -46,7 +43,7 @@ class Succession:
     def __init__(
         self, gate: Gate, executor: Callable[[str], Guard], scheduler: Any, backend: Backend, ledger: Ledger,
         lease: float, keep_runs: float, settling: Settling,
-        is_steady: Callable[[], bool], *, racing: bool,
+        is_steady: Callable[[], bool], dates: dict[str, Any], *, racing: bool,
     ) -> None:  # fmt: skip
         self._gate = gate
         self._executor = executor
@@ -57,6 +54,7 @@ class Succession:
         self._keep_runs = keep_runs
         self._settling = settling
         self._is_steady = is_steady
+        self._dates = dates  # jobs of one tick, defined by the application, whose cut-short runs are to be repeated
         self._racing = racing
         self._owes = False  # the take-over has yet to be done
         self._started_at: datetime | None = None
@@ -287,14 +285,17 @@ class Succession:
     async def _sweep(self, term: Term) -> None:
         if not self._is_steady():
             return  # after the store was away nobody has been seen for a while, and it need not mean anything
-        unseen = await self._ask(term, self._backend.unseen(term))
-        # Whether such a run still counts is for those to say who can know: here it is enough that it may.
-        silent = [worker for worker, process in unseen.items() if process and not provably_dead(process)]
-        if unseen and (given_up := await self._ask(term, self._backend.sweep(term, silent))):
+        if given_up := await self._ask(term, give_up_the_gone(self._backend, term)):
             logger.warning("%d run(s) of workers that are gone were given up", given_up)
 
     async def _repeat(self, term: Term) -> None:
         jobs = {key: job for key, job in self._jobs().items() if policy_of(job.func).on_crash == "rerun"}
+        # A date has left the scheduler by the time its run is cut short; unless it was removed by the application, the
+        # definition is enough to run it again.
+        spent = {key: job for key, job in self._dates.items() if key not in jobs}
+        for key, state in (await self._ask(term, self._backend.recall(term, list(spent)))).items() if spent else ():
+            if not (state.removed or state.paused):
+                jobs[key] = spent[key]
         if not jobs:
             return
         within = max(self._gate.latest_start(job) for job in jobs.values())

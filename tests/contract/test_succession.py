@@ -176,6 +176,37 @@ async def test_a_run_cut_short_by_a_crash_is_repeated_where_the_policy_says_so(
     assert {row.outcome for row in await second.runs("skipped")} == {"abandoned"}
 
 
+@pytest.mark.parametrize("removed", [False, True])
+async def test_a_date_cut_short_by_a_crash_is_repeated_though_no_scheduler_has_it_any_more(
+    workers: Workers, store: RealStore, removed: bool
+) -> None:
+    first, second = await workers(), await workers()
+    release = threading.Event()
+
+    @job_policy(on_crash="rerun")
+    def hangs() -> None:
+        release.wait(30)
+
+    due = soon()
+    await first.lead(scheduler_with(hangs, "date", run_date=due))
+    await outcome(first, "running")
+    await first.die()
+    release.set()
+    await store.unsee("unit", first.worker.worker)
+    if removed:
+        await store.set_job("unit", "job", removed=True)
+    scheduler = scheduler_with(repeatable, "date", run_date=due)
+    scheduler.add_job(look, "date", run_date=soon(), id="later")
+    duties = await second.lead(scheduler)
+    assert scheduler.get_job("job") is None
+    await outcome(second, "succeeded", job="later")
+    await second.go_on(duties)
+    if not removed:
+        await outcome(second, "succeeded")
+    rows = [(row.outcome, row.attempt, row.cause) for row in await second.runs("job")]
+    assert rows == [("abandoned", 1, "schedule"), *([] if removed else [("succeeded", 2, "rerun")])]
+
+
 async def test_a_date_in_a_shared_store_is_not_lost_with_the_leader_that_was_about_to_run_it(
     workers: Workers, tmp_path: Path
 ) -> None:

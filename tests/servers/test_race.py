@@ -171,6 +171,19 @@ async def test_a_job_added_with_a_jitter_is_refused_alone(start: Start) -> None:
     assert any("jitter" in problem for problem in (await singleton.status()).problems)
 
 
+async def test_a_date_that_each_worker_has_worked_out_for_itself_is_refused_and_shown(start: Start) -> None:
+    scheduler = racing(seconds=1)
+    scheduler.add_job(
+        job_async, "date", run_date=datetime.now(UTC).replace(microsecond=7) + timedelta(hours=1), id="own"
+    )
+    singleton = await start(scheduler)
+    await eventually(lambda: runs, "a run")
+    assert scheduler.get_job("own") is None
+    [problem] = (await singleton.status()).problems
+    assert "own" in problem
+    assert "Hint: " in problem
+
+
 async def test_a_job_removed_in_one_worker_and_added_again_in_another_is_there_again(start: Start) -> None:
     first, second = racing(seconds=1), racing(seconds=1)
     for scheduler in (first, second):

@@ -21,7 +21,13 @@ class RealStore(Protocol):
         """Put a running row there, as if that worker's claim had come in just now."""
 
     async def set_job(
-        self, name: str, key: str, *, since: datetime | None = None, anchor: datetime | None = None
+        self,
+        name: str,
+        key: str,
+        *,
+        since: datetime | None = None,
+        anchor: datetime | None = None,
+        removed: bool = False,
     ) -> None:
         """Change what the fleet remembers of a job."""
 

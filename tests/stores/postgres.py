@@ -32,11 +32,17 @@ class RealPostgres:
         )  # fmt: skip
 
     async def set_job(
-        self, name: str, key: str, *, since: datetime | None = None, anchor: datetime | None = None
+        self,
+        name: str,
+        key: str,
+        *,
+        since: datetime | None = None,
+        anchor: datetime | None = None,
+        removed: bool = False,
     ) -> None:
         await self._execute(
-            "UPDATE fastapi_singleton.job SET since = coalesce($3, since), anchor = coalesce($4, anchor)"
-            " WHERE name = $1 AND key = $2", name, key, since, anchor,
+            "UPDATE fastapi_singleton.job SET since = coalesce($3, since), anchor = coalesce($4, anchor), removed = $5"
+            " WHERE name = $1 AND key = $2", name, key, since, anchor, removed,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -42,11 +42,17 @@ class RealRedis:
         self.client.zadd(key_of(name, INDEX), {field: 0})
 
     async def set_job(
-        self, name: str, key: str, *, since: datetime | None = None, anchor: datetime | None = None
+        self,
+        name: str,
+        key: str,
+        *,
+        since: datetime | None = None,
+        anchor: datetime | None = None,
+        removed: bool = False,
     ) -> None:
         job = json.loads(self.client.hget(key_of(name, JOBS), key))
         changes = {"since": rows.digits(since), "anchor": rows.digits(anchor)}
-        job |= {word: digits for word, digits in changes.items() if digits}
+        job |= {word: digits for word, digits in changes.items() if digits} | {"removed": str(int(removed))}
         self.client.hset(key_of(name, JOBS), key, json.dumps(job))
 
     def close(self) -> None:

@@ -60,11 +60,17 @@ class RealSqlite:
         )  # fmt: skip
 
     async def set_job(
-        self, name: str, key: str, *, since: datetime | None = None, anchor: datetime | None = None
+        self,
+        name: str,
+        key: str,
+        *,
+        since: datetime | None = None,
+        anchor: datetime | None = None,
+        removed: bool = False,
     ) -> None:
         self.execute(
-            "UPDATE fastapi_singleton_job SET since = coalesce(?, since), anchor = coalesce(?, anchor)"
-            " WHERE name = ? AND key = ?", since and stamp(since), anchor and stamp(anchor), name, key,
+            "UPDATE fastapi_singleton_job SET since = coalesce(?, since), anchor = coalesce(?, anchor), removed = ?"
+            " WHERE name = ? AND key = ?", since and stamp(since), anchor and stamp(anchor), removed, name, key,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -79,6 +79,8 @@ def test_the_private_names_of_apscheduler_are_still_there() -> None:
         assert callable(getattr(scheduler, name))
     assert scheduler._pending_jobs == []
     assert scheduler._executors == scheduler._jobstores == {}
+    assert hasattr(scheduler, "_jobstores_lock")
+    assert callable(Job._modify)
     assert hasattr(ThreadPoolExecutor(1), "_pool")
     assert hasattr(SQLAlchemyJobStore, "_reconstitute_job")
     assert {"func", "func_ref", "next_run_time", "_jobstore_alias"} < set(Job.__slots__)

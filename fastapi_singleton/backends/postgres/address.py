@@ -39,6 +39,7 @@ _CLIENT_ONLY = frozenset(
     }
 )
 _SSL_WORDS = {"true": "require", "1": "require", "on": "require", "false": "disable", "0": "disable", "off": "disable"}
+_SSL_MODES = frozenset({"disable", "allow", "prefer", "require", "verify-ca", "verify-full"})
 _ENCODE = ConfigurationError(
     "The PostgreSQL URL cannot be read.",
     hint="its form is postgresql://user:password@host:port/database; percent-encode special characters in user and "
@@ -131,6 +132,11 @@ def _asyncpg_parameters(query: list[tuple[str, str]]) -> tuple[list[tuple[str, s
             kept.append(("sslmode", _SSL_WORDS.get(value.lower(), value)))
         elif key not in _CLIENT_ONLY:
             kept.append((key, value))
+    for key, value in kept:
+        if key == "sslmode" and value not in _SSL_MODES:
+            raise ConfigurationError(
+                f"sslmode={value} is unknown.", hint=f"use one of {', '.join(sorted(_SSL_MODES))}."
+            )
     return kept, session_pooler
 
 

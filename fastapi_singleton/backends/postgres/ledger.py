@@ -12,8 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 from ...errors import ConfigurationError, LostLeadershipError
-from ...records import GONE, SILENT, Alive, Crowd, Ending, Entry, JobState, Run, Verdict
-from ..views import NEWEST, clean
+from ...records import GONE, NEWEST, SILENT, Alive, Crowd, Ending, Entry, JobState, Run, Verdict
+from ..views import clean
 from .schema import ALIVE
 
 # Accepts an entry iff its token (if it has one) is the newest, its tick lies above the floor and not beyond the store's
@@ -75,27 +75,29 @@ LEFT JOIN fastapi_singleton.run AS there
     AND there.attempt = judged.attempt
 """
 
+# Said the other way round, or the planner, which expects no such rows, would look each ending up among all unsettled runs.
+_OPEN = "r.outcome NOT IN ('succeeded', 'failed', 'missed', 'skipped')"
+
 # Writes down how runs ended; also those given up for dead meanwhile, because this is the truth. A row that somebody
 # holds (`fence` in an open transaction) is not waited for: it is returned, to be tried again.
-FINISH = """
+FINISH = f"""
 WITH done AS MATERIALIZED (
-    SELECT d.* FROM unnest($2::text[], $3::timestamptz[], $4::int[], $5::text[], $6::text[], $7::text[], $8::float8[])
+    SELECT * FROM unnest($2::text[], $3::timestamptz[], $4::int[], $5::text[], $6::text[], $7::text[], $8::float8[])
          AS d (job, tick, attempt, nonce, ending, reason, seconds)
-    JOIN fastapi_singleton.run AS r ON r.name = $1 AND r.job = d.job AND r.tick = d.tick AND r.attempt = d.attempt
-        AND r.nonce = d.nonce AND r.outcome IN ('running', 'abandoned')
 ),
 free AS MATERIALIZED (
-    SELECT r.nonce FROM done JOIN fastapi_singleton.run AS r ON r.name = $1 AND r.job = done.job AND r.tick = done.tick
-        AND r.attempt = done.attempt AND r.nonce = done.nonce
+    SELECT done.* FROM done JOIN fastapi_singleton.run AS r ON r.name = $1 AND r.job = done.job AND r.tick = done.tick
+        AND r.attempt = done.attempt AND r.nonce = done.nonce AND {_OPEN}
     FOR UPDATE OF r SKIP LOCKED
 ),
 written AS (
     UPDATE fastapi_singleton.run AS r
-    SET outcome = done.ending, error = done.reason, finished_at = r.started_at + make_interval(secs => done.seconds)
-    FROM done JOIN free USING (nonce)
-    WHERE r.name = $1 AND r.job = done.job AND r.tick = done.tick AND r.attempt = done.attempt AND r.nonce = done.nonce
+    SET outcome = free.ending, error = free.reason, finished_at = r.started_at + make_interval(secs => free.seconds)
+    FROM free WHERE r.name = $1 AND r.job = free.job AND r.tick = free.tick AND r.attempt = free.attempt
 )
-SELECT nonce FROM done WHERE nonce NOT IN (SELECT nonce FROM free)
+SELECT done.nonce FROM done JOIN fastapi_singleton.run AS r ON r.name = $1 AND r.job = done.job AND r.tick = done.tick
+    AND r.attempt = done.attempt AND r.nonce = done.nonce AND {_OPEN}
+WHERE done.nonce NOT IN (SELECT free.nonce FROM free)
 """
 
 # Makes a job known at its first meeting, and remembers what it was; a changed schedule starts afresh. One that somebody else

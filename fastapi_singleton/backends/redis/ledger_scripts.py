@@ -4,7 +4,7 @@ A row is known by its field, `job NUL tick NUL attempt`, of fixed width but for 
 order of job, tick and attempt.
 """
 
-from ..views import NEWEST
+from ...records import NEWEST
 from .scripts import script
 
 # Accepts an entry iff its token (if it has one) is the newest, its tick lies above the floor and not beyond the store's

@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from ...records import Fleet, RunView, Worker
-from ..views import NEWEST, job_view, run_view, run_views, worker_view
+from ...records import NEWEST, Fleet, RunView, Worker
+from ..views import job_view, run_view, run_views, worker_view
 from .database import Transaction
 from .lease import TERM, boot_of, is_held, leader_view
 from .schema import stamp
