@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from datetime import datetime
@@ -16,8 +17,8 @@ from typing import Any
 
 from . import __version__
 from .backends import Backend, Store, find_store
-from .errors import SingletonError
-from .records import Fleet, RunView, Worker, is_name
+from .errors import ConfigurationError, SingletonError
+from .records import NEWEST, BackendView, Fleet, RunView, Status, Worker, is_name
 from .timing import Timing
 
 URL_VARIABLE = "FASTAPI_SINGLETON_URL"
@@ -30,12 +31,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(given[:at])
     arguments.cmd = given[at + 1 :]
     try:
-        return int(arguments.act(arguments))
+        code = int(arguments.act(arguments))
+        sys.stdout.flush()
     except SingletonError as error:
         print(f"fastapi-singleton: {error}", file=sys.stderr)
-        return 3
+        return 2 if isinstance(error, ConfigurationError) else 3
+    except BrokenPipeError:
+        # Whoever read has had enough (`| head`); the interpreter must not find that out once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         return 130
+    else:
+        return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,9 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, act: Callable[[argparse.Namespace], int], help: str, *, data: bool = False) -> Any:
         made = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
         made.set_defaults(act=act)
-        if name != "schema":
-            made.add_argument("--url", help=f"the store (default: ${URL_VARIABLE}, then a SQLite file here)")
-            made.add_argument("--name", type=_name, default="default", help="the fleet's name (default: %(default)s)")
+        made.add_argument("--url", help=f"the store (default: ${URL_VARIABLE}, then a SQLite file here)")
+        made.add_argument("--name", type=_name, default="default", help="the fleet's name (default: %(default)s)")
         if data:
             made.add_argument("--json", action="store_true", help="print JSON")
         return made
@@ -68,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     command("status", _status, "show the leader, the workers, the jobs and their last runs", data=True)
     runs = command("runs", _runs, "show what became of ticks, the newest first", data=True)
     runs.add_argument("job", nargs="?", metavar="JOB", help="only this job's")
-    runs.add_argument("--limit", type=int, default=50, help="at most so many (default: 50)")
+    runs.add_argument("--limit", type=_limit, default=50, help="at most so many (default: 50; more only with JOB)")
     command("doctor", _doctor, "look for what would keep the store from serving well", data=True)
     schema = command("schema", _schema, "print the SQL that creates the tables, for an administrator to run")
     schema.add_argument("--role", default="your_application_role", help="the role the application connects as")
@@ -86,6 +93,13 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds <= 86_400 * 365:
         raise argparse.ArgumentTypeError("must be 0 or more seconds")
     return seconds
+
+
+def _limit(text: str) -> int:
+    limit = int(text)
+    if not 1 <= limit <= 10_000:
+        raise argparse.ArgumentTypeError("must be between 1 and 10000")
+    return limit
 
 
 def _store(arguments: argparse.Namespace) -> Store:
@@ -122,10 +136,12 @@ def _status(arguments: argparse.Namespace) -> int:
         await backend.look()
         return backend.fleet
 
-    fleet = _with_backend(arguments, look)
+    fleet, store = _with_backend(arguments, look), _store(arguments)
+    status = _seen_from_outside(fleet, store, arguments.name)
     if arguments.json:
-        print(_json(fleet))
+        print(_json(status))
         return 0
+    print(f"{arguments.name}: {status.status} on {store.detail}")
     print(_headline(fleet))
     workers = [(w.worker, w.role, _time(w.started_at), w.version) for w in fleet.workers]
     _print_table(("worker", "role", "since", "version"), workers)
@@ -133,6 +149,27 @@ def _status(arguments: argparse.Namespace) -> int:
     _print_table(("job", "trigger", "next run", "last run"), jobs)
     _print_runs(fleet.runs[:10])
     return 0
+
+
+def _seen_from_outside(fleet: Fleet, store: Store, name: str) -> Status:
+    """The one read model, as far as somebody can fill it in who is not of the fleet: what troubles a worker, and its lease,
+    only that worker can tell."""
+    racing = any(worker.role == "racer" for worker in fleet.workers)
+    return Status(
+        status="ok" if racing or fleet.leader is not None else "no_leader",
+        problems=(),
+        answered_by=f"{socket.gethostname()}:{os.getpid()}:{__package__}",
+        name=name,
+        mode="race" if racing else "leader",
+        backend=BackendView(store.kind, True, store.detail),
+        lease_seconds=None,
+        worst_case_failover_seconds=None,
+        leader=fleet.leader,
+        workers=fleet.workers,
+        jobs=fleet.jobs,
+        runs=fleet.runs,
+        versions=fleet.versions,
+    )
 
 
 def _headline(fleet: Fleet) -> str:
@@ -143,6 +180,12 @@ def _headline(fleet: Fleet) -> str:
 
 
 def _runs(arguments: argparse.Namespace) -> int:
+    if arguments.job is None and arguments.limit > NEWEST:
+        print(
+            f"fastapi-singleton: without JOB at most {NEWEST}. Hint: name the job: runs JOB --limit …", file=sys.stderr
+        )
+        return 2
+
     async def look(backend: Backend) -> Any:
         if arguments.job is not None:
             return await backend.runs(arguments.job, arguments.limit)
@@ -169,6 +212,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _schema(arguments: argparse.Namespace) -> int:
     from .backends.postgres.schema import schema_sql
 
+    named = arguments.url or os.environ.get(URL_VARIABLE)
+    if named and (kind := find_store(named, None).kind) != "postgresql":
+        print(f"fastapi-singleton: {kind} needs no schema: nothing has to be created there.", file=sys.stderr)
+        return 0
     print(schema_sql(arguments.role))
     return 0
 

@@ -20,6 +20,7 @@ from .timing import Timing, boot_clock
 logger = logging.getLogger("fastapi_singleton")
 
 PREFIX = "lock:"  # of the names that locks have in the store, and no fleet
+_UNNAMED = 10  # times that a lock is tried for whose holder cannot be named
 
 
 class Lock:
@@ -111,7 +112,7 @@ async def hold(
 async def _acquire(
     backend: Backend, name: str, timing: Timing, deadline: float, clock: Callable[[], float]
 ) -> tuple[Term, float]:
-    failures = 0
+    failures = unnamed = 0
     while True:
         try:
             await backend.connect()
@@ -126,6 +127,11 @@ async def _acquire(
         left = deadline - clock()
         if left <= 0 and not failures:
             leader = backend.fleet.leader
+            if leader is None and unnamed < _UNNAMED:
+                # Somebody has it who has not yet told, or is just letting go: nobody could be named, so ask again.
+                unnamed += 1
+                await asyncio.sleep(0.02)
+                continue
             raise LockHeldError(name.split(":", 2)[-1], leader.worker if leader is not None else None)
         pause = timing.backoff(failures) if failures else timing.jittered(timing.poll)
         await (asyncio.sleep(min(pause, max(left, 0.01))) if failures else backend.vacancy(min(pause, left)))

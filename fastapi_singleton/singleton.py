@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,11 @@ class Singleton:
             raise ConfigurationError(
                 f"keep_runs={keep_runs!r} is shorter than twice catch_up={catch_up!r}.",
                 hint="keep runs for longer than ticks are caught up on, or they could not be told from missing ones.",
+            )
+        if not isinstance(enabled, bool):
+            raise ConfigurationError(
+                f"enabled={enabled!r} is neither True nor False.",
+                hint='from the environment: enabled=os.environ.get("SCHEDULER") != "off".',
             )
         self._timing = Timing(lease)
         self._name = name
@@ -216,8 +222,11 @@ class Singleton:
             lease_seconds=self._timing.lease,
             worst_case_failover_seconds=0.0 if self._racing else self._timing.worst_case_failover,
             leader=leader,
-            workers=fleet.workers,
-            versions=tuple(sorted({worker.version for worker in fleet.workers if worker.version})),
+            workers=tuple(
+                replace(worker, role="standby") if worker.role == "leader" and leader is None else worker
+                for worker in fleet.workers
+            ),
+            versions=fleet.versions,
             jobs=fleet.jobs,
             runs=fleet.runs,
         )
@@ -291,6 +300,8 @@ class Singleton:
         kept. True if this call ran it; a failure is recorded and raised, and nobody tries again."""
         if not is_name(key):
             raise ConfigurationError(f"key={key!r} cannot be a key.", hint="use a short text such as 'import-2026'.")
+        if not callable(func):
+            raise ConfigurationError(f"{func!r} cannot be called.", hint="pass a function, without calling it.")
         return await run_once(self._store, self._name, key, self._timing, func)
 
     async def fence(self, connection: Any) -> None:
@@ -305,6 +316,10 @@ class Singleton:
         `dependencies`, as any router."""
         from .web.router import make_router
 
+        if prefix and (not prefix.startswith("/") or prefix.endswith("/")):
+            raise ConfigurationError(
+                f"prefix={prefix!r} is not a path.", hint='it begins with a "/" and ends without one.'
+            )
         if actions:
             raise ConfigurationError("The router has no actions.", hint="leave out actions=True.")
         return make_router(self.status, self.runs, prefix=prefix, dependencies=dependencies)

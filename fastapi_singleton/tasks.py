@@ -1,6 +1,7 @@
 """Coroutines that run only while this worker leads: cancelled on loss, started again with backoff when they fail."""
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -30,6 +31,11 @@ class TaskDuties(Duties):
             raise ConfigurationError(
                 f"{getattr(func, '__name__', func)!r} is not a coroutine function.",
                 hint="@singleton.task goes on an `async def` function without arguments.",
+            )
+        if _needs_arguments(func):
+            raise ConfigurationError(
+                f"{func.__name__!r} needs arguments, and a task is called without any.",
+                hint="give them defaults, or use functools.partial inside a function without arguments.",
             )
         name = f"{func.__module__}:{func.__qualname__}"
         if name in self._functions:
@@ -86,3 +92,11 @@ class TaskDuties(Duties):
                 self._states[name] = "finished"
                 return
             await asyncio.sleep(min(_LONGEST_PAUSE, 0.5 * 2.0 ** min(failures, 10)))
+
+
+def _needs_arguments(func: TaskFunction) -> bool:
+    given = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(
+        parameter.default is parameter.empty and parameter.kind not in given
+        for parameter in inspect.signature(func).parameters.values()
+    )

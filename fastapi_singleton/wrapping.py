@@ -16,19 +16,21 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, TypeVar
 
 from .backends import Store
-from .errors import LockHeldError
+from .errors import LockHeldError, StoreError
 from .ledger import open_ledger
 from .locks import Lock, hold, lock_name
-from .records import UNBEGUN, Ending, Entry, RunView, Verdict
+from .records import UNBEGUN, Ending, Entry, RunView, Verdict, Worker
 from .timing import Timing, boot_clock
 
 Answer = TypeVar("Answer")
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 CANNOT_START = 127
+_ROWS = 10  # that are looked at: one, but for claims that were taken back
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -52,17 +54,37 @@ async def run(store: Store, wrapped: Wrapped) -> int:
         async with hold(store, lock_name(wrapped.name, "run", wrapped.job), timing, wrapped.wait) as lock:
             return await _run_locked(store, wrapped, timing, lock)
     except LockHeldError as held:
-        _say(f"{wrapped.job} is being run by {held.holder or 'another worker'}; not run here.")
+        _say(f"{wrapped.job} {await _first(store, wrapped, timing, held)}; not run here.")
         return wrapped.busy_exit_code
+
+
+async def _first(store: Store, wrapped: Wrapped, timing: Timing, held: LockHeldError) -> str:
+    """The run that came first, once it can be told: whoever holds the lock may have come to look, like this process, or be
+    about to enter its run."""
+    backend = store.open(wrapped.name, Worker.here(role="guest"), timing)
+    deadline = boot_clock() + timing.request_timeout
+    try:
+        while True:
+            await backend.look()
+            if reason := _too_soon(await backend.runs(wrapped.job, _ROWS), backend.now(), wrapped.min_gap):
+                return reason
+            if boot_clock() >= deadline:
+                break
+            await asyncio.sleep(0.05)
+    except StoreError:
+        pass  # what is known is enough
+    finally:
+        await backend.close()
+        backend.forfeit()
+    return f"is being run by {held.holder or 'another worker'}"
 
 
 async def _run_locked(store: Store, wrapped: Wrapped, timing: Timing, lock: Lock) -> int:
     async with open_ledger(store, wrapped.name, timing) as (backend, ledger):
         now = backend.now()
-        for earlier in [run for run in await backend.runs(wrapped.job, 10) if run.error != UNBEGUN][:1]:
-            if reason := _too_soon(earlier, (now - earlier.scheduled_for).total_seconds(), wrapped.min_gap):
-                _say(f"{wrapped.job} {reason}; not run here.")
-                return wrapped.busy_exit_code
+        if reason := _too_soon(await backend.runs(wrapped.job, _ROWS), now, wrapped.min_gap, alone=True):
+            _say(f"{wrapped.job} {reason}; not run here.")
+            return wrapped.busy_exit_code
         entry = Entry(wrapped.name, wrapped.job, now)
         verdict = await _before(lock, ledger.enter(entry))
         if lock.lost:
@@ -79,10 +101,16 @@ async def _run_locked(store: Store, wrapped: Wrapped, timing: Timing, lock: Lock
         return code
 
 
-def _too_soon(earlier: RunView, seconds: float, min_gap: float) -> str | None:
-    if seconds >= min_gap:
-        return None
-    return f"was run {max(seconds, 0.0):.1f} s ago by {earlier.worker} (run {earlier.id}, {earlier.outcome})"
+def _too_soon(runs: Sequence[RunView], now: datetime, min_gap: float, *, alone: bool = False) -> str | None:
+    """Which run stands in the way of another, if one does. To the holder of the lock (`alone`) none does by running on: it
+    was cut short, whatever its row says."""
+    for earlier in [run for run in runs if run.error != UNBEGUN][:1]:
+        seconds = max((now - earlier.scheduled_for).total_seconds(), 0.0)
+        if earlier.outcome == "running" and not alone:
+            return f"is being run by {earlier.worker}, since {seconds:.1f} s (run {earlier.id})"
+        if seconds < min_gap:
+            return f"was run {seconds:.1f} s ago by {earlier.worker} (run {earlier.id}, {earlier.outcome})"
+    return None
 
 
 async def _before(lock: Lock, asking: Coroutine[Any, Any, Answer]) -> Answer | None:

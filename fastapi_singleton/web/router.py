@@ -8,7 +8,7 @@ from typing import Annotated, Any, Protocol
 from fastapi import APIRouter, HTTPException, Query
 
 from ..errors import StoreError
-from ..records import RunView, Status
+from ..records import MOST_ATTEMPTS, RunView, Status
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,19 @@ def make_router(
         limit: Annotated[int, Query(ge=1, le=500)] = 50,
         before: Annotated[datetime | None, Query(description="runs scheduled before this time")] = None,
     ) -> RunsPage:
-        """Read from the store: 503 while it is away, 404 for a job that nobody has heard of."""
+        """Read from the store: 503 while it is away, 404 for a job that nobody has heard of. All attempts of a tick are on
+        one page, which may be longer than `limit` for that."""
         if before is not None and before.tzinfo is None:
             raise HTTPException(422, "before needs a time zone, such as 2026-01-31T02:30:00Z.")
         try:
-            found = await runs(job_id, limit=limit, before=before)
+            found = await runs(job_id, limit=limit + MOST_ATTEMPTS, before=before)
         except StoreError as error:
             raise HTTPException(503, str(error)) from None
         if not found and before is None and all(job.id != job_id for job in (await status()).jobs):
             raise HTTPException(404, f"There is no job {job_id!r}.")
-        return RunsPage(job_id, found, found[-1].scheduled_for if len(found) == limit else None)
+        page = found[:limit]
+        # A page does not end between two attempts of a tick: the next one begins before that tick.
+        page += [run for run in found[limit:] if run.scheduled_for == page[-1].scheduled_for]
+        return RunsPage(job_id, page, page[-1].scheduled_for if len(found) > len(page) else None)
 
     return router

@@ -15,8 +15,10 @@ from fastapi import FastAPI
 from example_app.embedded import EmbeddedPostgres
 from example_app.server import Gunicorn
 from fastapi_singleton import LostLeadershipError, Singleton, current_run
+from fastapi_singleton.records import Entry
 
 from ..conftest import eventually
+from ..leading import leading
 
 
 def application(url: str, scheduler: Any, **options: Any) -> tuple[Singleton, FastAPI]:
@@ -84,6 +86,26 @@ async def test_a_jobs_runs_are_paged_over_http(database: str) -> None:
         assert (await http.get("/scheduler/jobs/nobody/runs")).status_code == 404
         for wrong in ({"limit": 0}, {"limit": 501}, {"before": "yesterday"}, {"before": "2026-01-01T00:00:00"}):
             assert (await http.get("/scheduler/jobs/job/runs", params=wrong)).status_code == 422
+
+
+async def test_no_attempt_is_lost_between_two_pages(database: str) -> None:
+    tick = datetime.now(UTC).replace(microsecond=0)
+    rows = [(tick - timedelta(seconds=n), attempt) for n in range(3) for attempt in (3, 2, 1)]
+    async with leading(database, name="default") as leader:
+        term = await leader.elect()
+        for at, attempt in rows:
+            await leader.ledger.enter(Entry("default", "job", at, attempt, token=term.token))
+    singleton, app = application(database, None)
+    async with singleton.lifespan(), client(app) as http:
+        for limit in (1, 2, 3, 4):
+            found, before = [], None
+            while True:
+                params = {"limit": limit, **({"before": before} if before else {})}
+                page = (await http.get("/scheduler/jobs/job/runs", params=params)).json()
+                found += [(datetime.fromisoformat(run["scheduled_for"]), run["attempt"]) for run in page["runs"]]
+                if (before := page["next_before"]) is None:
+                    break
+            assert found == rows
 
 
 async def test_runs_are_not_shown_while_the_store_is_away_and_the_status_is(own_server: EmbeddedPostgres) -> None:

@@ -145,6 +145,7 @@ async def test_a_leader_whose_store_went_away_shows_no_leader_once_its_lease_is_
             return status.leader is None and not status.backend.reachable and status.status == "degraded"
 
         await eventually(gone, "the leader's disappearance")
+        assert {worker.role for worker in (await singleton.status()).workers} == {"standby"}
         assert not singleton.is_leader
 
 

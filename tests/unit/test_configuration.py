@@ -10,7 +10,7 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.schedulers.blocking import BlockingScheduler
 
 import fastapi_singleton
-from fastapi_singleton import ConfigurationError, Singleton
+from fastapi_singleton import ConfigurationError, Singleton, job_policy
 
 from ..conftest import eventually
 
@@ -37,6 +37,15 @@ def test_the_public_names_are_these() -> None:
         _ = fastapi_singleton.nothing_of_that_name
 
 
+def patient_scheduler() -> Any:
+    @job_policy(catch_up=1500)
+    def job() -> None: ...
+
+    scheduler = AsyncIOScheduler()
+    scheduler.add_job(job, "interval", hours=1)
+    return scheduler
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -60,6 +69,10 @@ def test_the_public_names_are_these() -> None:
         {"catch_up": None},
         {"catch_up": 600, "keep_runs": 600},
         {"connect": "postgresql://localhost/app"},
+        {"url": "postgresql://host/app?sslmode=perhaps"},
+        {"url": "postgresql://[::1/app"},
+        {"enabled": "false"},
+        {"scheduler": patient_scheduler(), "keep_runs": 2000},
         {"scheduler": object()},
         {"scheduler": BlockingScheduler()},
         {"scheduler": AsyncIOScheduler},
@@ -70,6 +83,20 @@ def test_wrong_configuration_is_refused_at_construction_with_a_hint(arguments: d
     with pytest.raises(ConfigurationError, match=r"Hint: .+") as caught:
         Singleton(**{"url": URL, **arguments})
     assert caught.value.hint
+
+
+async def test_what_cannot_be_served_called_or_run_is_refused_with_a_hint() -> None:
+    singleton = Singleton(url=URL)
+
+    async def with_argument(argument: int) -> None: ...
+
+    for prefix in ("scheduler", "/scheduler/"):
+        with pytest.raises(ConfigurationError, match=r"Hint: .+"):
+            singleton.router(prefix=prefix)
+    with pytest.raises(ConfigurationError, match=r"Hint: .+"):
+        singleton.task(with_argument)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"Hint: .+"):
+        await singleton.once("import", 5)  # type: ignore[arg-type]
 
 
 def test_a_scheduler_that_is_already_running_is_refused() -> None:
