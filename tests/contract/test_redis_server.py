@@ -11,7 +11,8 @@ import pytest
 import redis
 from redis.asyncio.connection import Connection
 
-from example_app.embedded_redis import EmbeddedRedis, free_port
+from example_app.embedded_redis import EmbeddedRedis
+from example_app.ports import free_port
 from fastapi_singleton.backends import redis as package
 from fastapi_singleton.backends.redis import RedisStore, server, session
 from fastapi_singleton.errors import ConfigurationError, StoreError, UnsafeStoreError
@@ -190,10 +191,7 @@ async def test_in_a_cluster_the_node_that_has_the_keys_is_asked(worker: Open) ->
 
 
 def _node() -> EmbeddedRedis:
-    port = free_port()
-    while port > 55_535:  # its nodes talk on the port 10,000 above
-        port = free_port()
-    return EmbeddedRedis(port=port, settings={"cluster-enabled": "yes"})
+    return EmbeddedRedis(settings={"cluster-enabled": "yes"})
 
 
 def _is_whole(client: Any) -> bool:

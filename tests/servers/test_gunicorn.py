@@ -177,7 +177,8 @@ def test_postgresql_down_at_the_start_keeps_no_worker_from_serving(own_server: E
 def namespace() -> Iterator[tuple[str, str, str]]:
     """A network namespace with one wire to here: its name, our address on it, its address."""
     name = f"fs{uuid.uuid4().hex[:6]}"
-    here, there = "10.213.77.1", "10.213.77.2"
+    # Numbered after this process, so that two runs of the suite do not meet.
+    here, there = (f"10.213.{os.getpid() % 256}.{host}" for host in (1, 2))
 
     def ip(*arguments: str) -> None:
         subprocess.run(["ip", *arguments], check=True, env=PATH)

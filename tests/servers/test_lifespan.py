@@ -14,7 +14,8 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from fastapi import Depends, FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
-from example_app.embedded import EmbeddedPostgres, free_port
+from example_app.embedded import EmbeddedPostgres
+from example_app.ports import free_port
 from fastapi_singleton import Singleton, Status
 
 from ..conftest import eventually

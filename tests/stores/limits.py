@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from example_app.embedded import EmbeddedPostgres, free_port
+from example_app.embedded import EmbeddedPostgres
+from example_app.ports import free_port
 
 from ..conftest import eventually
 
