@@ -1,6 +1,7 @@
 """Wrong input is refused where it is given, with a hint and without a secret."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def patient_scheduler() -> Any:
         {"scheduler": BlockingScheduler()},
         {"scheduler": AsyncIOScheduler},
     ],
-    ids=str,
+    ids=lambda arguments: re.sub(" object at 0x[0-9a-f]+", "", str(arguments)),
 )
 def test_wrong_configuration_is_refused_at_construction_with_a_hint(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"Hint: .+") as caught:
