@@ -48,6 +48,19 @@ async def test_claims_that_wait_together_share_a_round_trip(leader: Leading) -> 
     assert {row.outcome for row in await leader.runs("job")} == {"succeeded"}
 
 
+async def test_a_session_that_met_an_empty_ledger_is_quick_when_there_are_thousands_of_rows(database: str) -> None:
+    async with leading(database, lease=2.0) as worker:
+        await worker.elect()
+        once = [[claim(worker, NOW - timedelta(seconds=n))] for n in range(10)]
+        many = [
+            [claim(worker, NOW - timedelta(minutes=5, seconds=1000 * n + m)) for m in range(1000)] for n in range(5)
+        ]
+        for entries in [*once, *many]:
+            # Cut short by the server, at a quarter of the lease, if it takes a look at each row for each of them.
+            assert {*await worker.backend.enter(entries)} == {Verdict.YOURS}
+            assert not await worker.backend.finish([Ending(entry, "succeeded", 0.0) for entry in entries])
+
+
 # -- the fence -----------------------------------------------------------------------------------------------------------
 
 

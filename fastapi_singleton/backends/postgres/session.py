@@ -88,6 +88,8 @@ def _comfort_settings(timing: Timing, application_name: str) -> dict[str, str]:
         "tcp_keepalives_idle": str(math.ceil(timing.lease / 2)),
         "tcp_keepalives_interval": str(math.ceil(timing.lease / 8)),
         "tcp_keepalives_count": "4",
+        # A plan made while the ledger was empty reads all of it, and a session would keep that plan until the next ANALYZE.
+        "plan_cache_mode": "force_custom_plan",
     }
 
 
