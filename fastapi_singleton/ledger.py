@@ -35,7 +35,7 @@ _BATCH = 1000
 _STUBBORN = 5  # failures in a row
 
 
-@dataclass
+@dataclass(slots=True)
 class _Asked:
     entry: Entry
     answer: "asyncio.Future[Verdict]"
@@ -56,14 +56,17 @@ class Ledger:
         self._failures = 0
         self.problem: str | None = None
 
-    async def enter(self, entry: Entry) -> Verdict:
+    def enter(self, entry: Entry) -> "asyncio.Future[Verdict]":
         """Write an entry, however long it takes; the verdict is beyond doubt."""
-        return await self._ask(entry)
+        asked = _Asked(entry, asyncio.get_running_loop().create_future())
+        self._asked.append(asked)
+        self._wake()
+        return asked.answer
 
     def remark(self, entries: Iterable[Entry]) -> None:
         """Write entries that nobody waits for."""
         for entry in entries:
-            self._ask(entry)
+            self.enter(entry)
 
     def end(self, ending: Ending) -> None:
         """Note how a claimed run ended; it is written down as soon as the store takes it."""
@@ -117,12 +120,6 @@ class Ledger:
             if not asked.answer.done():
                 asked.answer.set_result(Verdict.LOST)
         self._asked.clear()
-
-    def _ask(self, entry: Entry) -> "asyncio.Future[Verdict]":
-        asked = _Asked(entry, asyncio.get_running_loop().create_future())
-        self._asked.append(asked)
-        self._wake()
-        return asked.answer
 
     @property
     def _claimed_jobs(self) -> set[str]:

@@ -7,7 +7,6 @@ import uuid
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import Enum
-from functools import cached_property
 from typing import Literal
 
 from .processes import identity
@@ -107,7 +106,7 @@ class WorkerView:
     version: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """What a job may know of the run it is in. `id` is the same for everybody who asks about this tick and attempt: the
     idempotency key. `nonce` is this claimer's private proof, for `fence` alone."""
@@ -120,7 +119,7 @@ class Run:
     nonce: str = field(repr=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A tick and attempt to be written into the ledger: as `running` it is claimed, otherwise it says why nothing runs.
 
@@ -139,10 +138,10 @@ class Entry:
     latest: datetime | None = None
     limit: int | None = None
     nonce: str = field(default_factory=lambda: os.urandom(16).hex(), repr=False)
+    id: str = field(init=False)
 
-    @cached_property
-    def id(self) -> str:
-        return run_id(self.name, self.job, self.tick, self.attempt)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "id", run_id(self.name, self.job, self.tick, self.attempt))
 
     @property
     def key(self) -> tuple[str, datetime, int]:
@@ -178,7 +177,7 @@ class Crowd:
     alive: tuple[Alive, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Ending:
     """How a claimed run ended."""
 

@@ -13,11 +13,11 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from .backends import Store
 from .errors import LockHeldError, StoreError
@@ -113,9 +113,9 @@ def _too_soon(runs: Sequence[RunView], now: datetime, min_gap: float, *, alone: 
     return None
 
 
-async def _before(lock: Lock, asking: Coroutine[Any, Any, Answer]) -> Answer | None:
+async def _before(lock: Lock, asking: Awaitable[Answer]) -> Answer | None:
     """The answer, unless the lock is lost before it comes."""
-    asked, lost = asyncio.create_task(asking), asyncio.create_task(lock.wait_lost())
+    asked, lost = asyncio.ensure_future(asking), asyncio.create_task(lock.wait_lost())
     try:
         await asyncio.wait((asked, lost), return_when=asyncio.FIRST_COMPLETED)
         return asked.result() if asked.done() else None

@@ -38,7 +38,7 @@ class NotRun(Enum):
     FULL = "as many runs of it are alive as max_instances allows"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Due:
     """A tick to be run, and why. `latest` is when it may start at the latest, where the job's own rule does not say."""
 
@@ -72,20 +72,14 @@ class Gate:
         self._loop_thread = threading.get_ident()
         self._waiting: dict[str, int] = {}
         self._changing = threading.Lock()
-        self.under_way = 0  # submissions that have not made all their calls
-
-    def submitted(self, key: str, calls: int) -> "Submission":
-        """Count a submission as under way until it has made all its calls, or was withdrawn."""
-        with self._changing:
-            self.under_way += 1
-            self._waiting[key] = self._waiting.get(key, 0) + 1
-        return Submission(self, key, calls)
+        self.under_way = 0
 
     def waiting(self, key: str) -> int:
         """How many submissions of the job wait for a slot or a verdict: whether they run at all is yet to be seen."""
         return self._waiting.get(key, 0)
 
     def count(self, key: str, waiting: int, under_way: int = 0) -> None:
+        """So many more submissions of the job wait, and so many more are under way: they have calls yet to make."""
         with self._changing:
             self.under_way += under_way
             left = self._waiting.get(key, 0) + waiting
@@ -138,9 +132,9 @@ class Gate:
         except (asyncio.CancelledError, RuntimeError):  # the loop is closing, or closed
             return NotRun.REFUSED
 
-    def recorded(self, entry: Entry, submission: "Submission") -> "Recorded":
+    def recorded(self, entry: Entry) -> "Recorded":
         """While the block lasts this is the current run; how it ends is written down."""
-        return Recorded(self, entry, submission)
+        return Recorded(self, entry)
 
     def end(self, ending: Ending) -> None:
         if threading.get_ident() == self._loop_thread:
@@ -176,49 +170,18 @@ class Gate:
         return catch_up if grace in (None, _DEFAULT_GRACE) else min(catch_up, grace)
 
 
-class Submission:
-    """Some calls of one job that an executor is to make, one after the other."""
-
-    __slots__ = ("_gate", "_key", "_left")
-
-    def __init__(self, gate: Gate, key: str, calls: int) -> None:
-        self._gate = gate
-        self._key = key
-        self._left = calls
-
-    def begin(self) -> None:
-        """One of the calls is being made."""
-        self._gate.count(self._key, waiting=-1)
-
-    def end(self) -> None:
-        self._gate.count(self._key, waiting=1)
-
-    def made(self) -> None:
-        """One of the calls has been made, or is not to be. They follow each other, so that no lock is needed."""
-        self._left -= 1
-        if self._left == 0:
-            self._gate.count(self._key, waiting=-1, under_way=-1)
-
-    def withdraw(self) -> None:
-        """None of the calls will be made."""
-        if self._left > 0:
-            self._left = 0
-            self._gate.count(self._key, waiting=-1, under_way=-1)
-
-
 class Recorded:
     """A claimed run, from its beginning to its end."""
 
-    __slots__ = ("_began", "_entry", "_gate", "_submission", "_token")
+    __slots__ = ("_began", "_entry", "_gate", "_token")
 
-    def __init__(self, gate: Gate, entry: Entry, submission: Submission) -> None:
+    def __init__(self, gate: Gate, entry: Entry) -> None:
         self._gate = gate
         self._entry = entry
-        self._submission = submission
 
     def __enter__(self) -> Run:
         entry = self._entry
-        self._submission.begin()
+        self._gate.count(entry.job, waiting=-1)  # it runs
         run = Run(entry.id, entry.job, entry.tick, entry.attempt, entry.token, entry.nonce)
         self._token: Token[Run | None] = enter_run(run)
         self._began = boot_clock()
@@ -227,7 +190,7 @@ class Recorded:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         seconds = boot_clock() - self._began
         leave_run(self._token)
-        self._submission.end()
+        self._gate.count(self._entry.job, waiting=1)  # further calls may follow
         if error is None:
             ending = Ending(self._entry, "succeeded", seconds)
         elif self._gate.closing and isinstance(error, asyncio.CancelledError):

@@ -9,7 +9,7 @@ those of the whole fleet.
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from datetime import datetime
@@ -24,20 +24,36 @@ from apscheduler.util import iscoroutinefunction_partial
 from ..catching_up import INSTANT, MOST_MISSED, has_jitter, ticks_from
 from ..jobs import call_as
 from ..records import Run
-from .gate import Due, Gate, NotRun, Submission
+from .gate import Due, Gate, NotRun
 from .stock import tick_of, unknown_function
 
 logger = logging.getLogger("fastapi_singleton")
 
+_Calling = Callable[[Run, Callable[..., Any], Any, Any], Any]
 
-class _StandIn:
-    """A job as its executor sees it: the user's, but for the function it calls and the lateness it judges."""
 
-    __slots__ = ("_job", "_jobstore_alias", "args", "func", "id", "kwargs", "max_instances", "misfire_grace_time")
+class _Submission:
+    """Ticks of one job on their way through an executor, which takes this for the job: the user's, but for the function it
+    calls, once for each tick in their order, and the lateness it judges.
 
-    def __init__(self, job: Any, func: Callable[..., Any], waiting: int) -> None:
+    One object for all of it: a thousand of them may wait for their claims, and whatever waits is looked at by Python's
+    garbage collection.
+    """
+
+    __slots__ = (
+        "_call", "_due", "_func", "_gate", "_job", "_jobstore_alias", "_key", "_left", "args", "id", "kwargs",
+        "max_instances", "misfire_grace_time",
+    )  # fmt: skip
+
+    def __init__(self, gate: Gate, key: str, job: Any, due: Sequence[Due], call: _Calling | None) -> None:
+        self._gate = gate
+        self._key = key
         self._job = job
-        self.func = func
+        # Kept apart from the job, which may be modified while this waits for its slot.
+        self._func = job.func
+        self._due = iter(due)
+        self._left = len(due)
+        self._call = call
         # Lateness is judged by the claim; judged by APScheduler, a tick would vanish without our knowing.
         self.misfire_grace_time = None
         # What every executor asks for; the rest is looked up.
@@ -45,14 +61,53 @@ class _StandIn:
         self.args = job.args
         self.kwargs = job.kwargs
         # APScheduler counts submissions, and those that wait for their verdict are not runs yet.
-        self.max_instances = job.max_instances + waiting
+        self.max_instances = job.max_instances + gate.waiting(key)
         self._jobstore_alias = job._jobstore_alias
+        gate.count(key, waiting=1, under_way=1)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._job, name)
 
     def __str__(self) -> str:
         return str(self._job)
+
+    @property
+    def func(self) -> Callable[..., Any]:
+        # Made anew each time: kept, it would be a circle that only the garbage collection ends.
+        return self._run_in_slot if self._call is not None else self._run
+
+    async def _run(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            claimed = await self._gate.admit(self._key, self._job, next(self._due))
+            if isinstance(claimed, NotRun):
+                return claimed
+            with self._gate.recorded(claimed):
+                return await self._func(*args, **kwargs)
+        finally:
+            self._made()
+
+    def _run_in_slot(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._call is not None
+        try:
+            claimed = self._gate.admit_from_thread(self._key, self._job, next(self._due))
+            if isinstance(claimed, NotRun):
+                return claimed
+            with self._gate.recorded(claimed) as run:
+                return self._call(run, self._func, args, kwargs)
+        finally:
+            self._made()
+
+    def _made(self) -> None:
+        """One of the calls has been made, or is not to be. They follow each other, so that no lock is needed."""
+        self._left -= 1
+        if self._left == 0:
+            self._gate.count(self._key, waiting=-1, under_way=-1)
+
+    def withdraw(self) -> None:
+        """None of the calls will be made."""
+        if self._left > 0:
+            self._left = 0
+            self._gate.count(self._key, waiting=-1, under_way=-1)
 
 
 class Guard:
@@ -90,15 +145,18 @@ class Guard:
     def submit(self, job: Any, due: Sequence[Due]) -> None:
         if self._is_of_another_version(job):
             return
-        key = self._gate.names.of(job)
-        waiting = self._gate.waiting(key)
-        submission = self._gate.submitted(key, len(due))
-        guarded = self._guarded(key, job, iter(due), submission)
+        submission = _Submission(self._gate, self._gate.names.of(job), job, due, self._calling(job.func))
         try:
-            self._slots.submit_job(_StandIn(job, guarded, waiting), [each.tick for each in due])
+            self._slots.submit_job(submission, [each.tick for each in due])
         except BaseException:
             submission.withdraw()
             raise
+
+    def _calling(self, func: Callable[..., Any]) -> _Calling | None:
+        """How a function is called from the executor's slot; None for one that is awaited."""
+        if self._awaits and iscoroutinefunction_partial(func):
+            return None
+        return self._call_in_child if self._in_process_pool else _call
 
     def _is_of_another_version(self, job: Any) -> bool:
         """Such a job is left alone. Stock APScheduler would delete it from the store, for every other version too."""
@@ -109,38 +167,6 @@ class Guard:
         else:
             return False
         return True
-
-    def _guarded(self, key: str, job: Any, due: Iterator[Due], submission: Submission) -> Callable[..., Any]:
-        """The function the executor calls once for each tick, in their order."""
-        # Kept apart from the job, which may be modified while this waits for its slot.
-        gate, func = self._gate, job.func
-        if self._awaits and iscoroutinefunction_partial(func):
-
-            async def run(*args: Any, **kwargs: Any) -> Any:
-                try:
-                    claimed = await gate.admit(key, job, next(due))
-                    if isinstance(claimed, NotRun):
-                        return claimed
-                    with gate.recorded(claimed, submission):
-                        return await func(*args, **kwargs)
-                finally:
-                    submission.made()
-
-            return run
-
-        call = self._call_in_child if self._in_process_pool else _call
-
-        def run_in_slot(*args: Any, **kwargs: Any) -> Any:
-            try:
-                claimed = gate.admit_from_thread(key, job, next(due))
-                if isinstance(claimed, NotRun):
-                    return claimed
-                with gate.recorded(claimed, submission) as run:
-                    return call(run, func, args, kwargs)
-            finally:
-                submission.made()
-
-        return run_in_slot
 
     def _call_in_child(self, run: Run, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         pool = self.inner._pool

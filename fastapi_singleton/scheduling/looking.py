@@ -3,7 +3,8 @@
 - *Whose clock.* The store's, so that a host whose clock is minutes off fires the same ticks as any other. In UTC: two times of
   one zone are compared by the wall clock, so that in the hour that comes twice jobs would be due an hour early.
 - *How many at a time.* A thousand jobs due together neither hold up requests nor wait for each other's claims: some are
-  submitted, and the others are still due when the scheduler looks again, at once.
+  submitted, and the others are still due when the scheduler looks again, at once. What can wait, waits until all are
+  submitted: which tick comes next takes as long to find out as the rest.
 - *How often a trigger is asked.* Once for each tick. Stock asks for the next one twice, and nothing else costs it more.
 - *A trigger or a job store that fails* is asked again later, and does not end the scheduler. What was submitted is then
   submitted again, and refused by its row.
@@ -20,12 +21,16 @@ from apscheduler.events import EVENT_JOB_MAX_INSTANCES, EVENT_JOB_SUBMITTED, Job
 from apscheduler.executors.base import MaxInstancesReachedError
 from apscheduler.jobstores.memory import MemoryJobStore
 from apscheduler.schedulers.base import STATE_PAUSED
+from apscheduler.triggers.cron import CronTrigger
 
 from . import stock
 
 logger = logging.getLogger("fastapi_singleton")
 
-_PORTION = 250
+_CROWD = 50  # so many due at once, in memory, are submitted first and moved on to their next ticks afterwards
+_PORTION = 250  # to be submitted before claims and requests have their turn
+_STEP = 25  # to be moved on, likewise
+_SECOND = timedelta(seconds=1)
 
 
 class Looking:
@@ -35,10 +40,13 @@ class Looking:
         self._scheduler = scheduler
         self._now = now
         self._lease = lease
+        # Submitted, and not yet moved on: which tick, by store and job.
+        self._behind: dict[tuple[str, str], datetime] = {}
 
     def __call__(self) -> float | None:
         scheduler = self._scheduler
         if scheduler.state == STATE_PAUSED:
+            self._behind.clear()  # whoever resumes it sees to it that each job is at its next tick
             return None
         now = self._now()
         upcoming: list[datetime] = []
@@ -59,18 +67,56 @@ class Looking:
     def _look_into(self, store: Any, alias: str, now: datetime, events: list[JobSubmissionEvent]) -> list[datetime]:
         """Submit what is due; when to look again, if ever."""
         due = store.get_due_jobs(now)
-        failure: Exception | None = None
-        # A store in memory is quickly asked again.
-        for job in due[:_PORTION] if type(store) is MemoryJobStore else due:
-            try:
-                events += self._submit(job, alias, store, now)
-            except Exception as error:
-                logger.error("Job %s could not be moved on to its next tick (%s)", job.id, type(error).__name__)
-                failure = error
+        if type(store) is MemoryJobStore and (len(due) > _CROWD or self._behind):
+            failure = self._work_off(due, alias, store, now, events)
+        else:
+            failure = self._for_each(due, len(due), lambda job: events.extend(self._submit(job, alias, store, now)))
         if failure is not None:
             raise failure  # it is still due, and looking at once would be a spin
         next_run_time = store.get_next_run_time()
         return [next_run_time.astimezone(UTC)] if next_run_time is not None else []
+
+    def _work_off(
+        self, due: list[Any], alias: str, store: Any, now: datetime, events: list[JobSubmissionEvent]
+    ) -> Exception | None:
+        """One portion of a crowd; the rest is still due when the store is asked again, at once."""
+        behind = self._behind
+        fresh = [job for job in due if behind.get((alias, job.id)) != job.next_run_time]
+        if not fresh:
+            for key in [key for key in behind if key[0] == alias and not due]:
+                del behind[key]  # removed or changed meanwhile
+            return self._for_each(due, _STEP, lambda job: self._catch_up_with(job, alias, store, now))
+
+        def submit(job: Any) -> None:
+            tick = job.next_run_time
+            # The ticks of a cron trigger lie a second apart at least: no other one is due.
+            if isinstance(job.trigger, CronTrigger) and tick.astimezone(UTC) > now - _SECOND:
+                behind[alias, job.id] = tick
+                events.extend(self._hand_over(job, alias, [tick]))
+            else:
+                events.extend(self._submit(job, alias, store, now))
+
+        return self._for_each(fresh, _PORTION, submit)
+
+    @staticmethod
+    def _for_each(jobs: list[Any], most: int, do: Callable[[Any], object]) -> Exception | None:
+        """So many of them at the most; the last failure. One that fails does not stand in the way of the others: then all
+        of them have their turn, because the next look will be long in coming."""
+        failure: Exception | None = None
+        for n, job in enumerate(jobs):
+            if n >= most and failure is None:
+                break
+            try:
+                do(job)
+            except Exception as error:
+                logger.error("Job %s could not be moved on to its next tick (%s)", job.id, type(error).__name__)
+                failure = error
+        return failure
+
+    def _catch_up_with(self, job: Any, alias: str, store: Any, now: datetime) -> None:
+        following = job.trigger.get_next_fire_time(job.next_run_time, now)
+        self._behind.pop((alias, job.id), None)
+        self._move_on(job, following, alias, store, now)
 
     def _submit(self, job: Any, alias: str, store: Any, now: datetime) -> list[JobSubmissionEvent]:
         ticks: list[datetime] = []
@@ -80,19 +126,24 @@ class Looking:
             following = job.trigger.get_next_fire_time(following, now)
         if not ticks:
             return []
-        ticks = ticks[-1:] if job.coalesce else ticks
-        code: int | None = EVENT_JOB_SUBMITTED
+        events = self._hand_over(job, alias, ticks[-1:] if job.coalesce else ticks)
+        self._move_on(job, following, alias, store, now)
+        return events
+
+    def _hand_over(self, job: Any, alias: str, ticks: list[datetime]) -> list[JobSubmissionEvent]:
         try:
             self._scheduler._lookup_executor(job.executor).submit_job(job, ticks)
         except MaxInstancesReachedError:
             logger.warning("Job %s was skipped: max_instances=%d runs of it are alive", job.id, job.max_instances)
-            code = EVENT_JOB_MAX_INSTANCES
+            return [JobSubmissionEvent(EVENT_JOB_MAX_INSTANCES, job.id, alias, ticks)]
         except Exception:
             logger.exception("Job %s could not be submitted to its executor %r", job.id, job.executor)
-            code = None
+            return []
+        return [JobSubmissionEvent(EVENT_JOB_SUBMITTED, job.id, alias, ticks)]
+
+    def _move_on(self, job: Any, following: datetime | None, alias: str, store: Any, now: datetime) -> None:
         if following is not None:
             job._modify(next_run_time=following)
             store.update_job(job)
         else:
             stock.exhausted(self._scheduler, job.id, alias, now, self._lease)
-        return [JobSubmissionEvent(code, job.id, alias, ticks)] if code is not None else []

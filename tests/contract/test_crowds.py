@@ -177,7 +177,7 @@ async def test_two_that_claim_at_the_same_time_do_not_both_find_room(workers: Wo
 async def test_a_claim_and_a_remark_for_one_tick_do_not_stand_in_each_others_way(workers: Workers) -> None:
     worker = await workers()
     await worker.backend.attend()
-    asked = worker.ledger._ask(claim())
+    asked = worker.ledger.enter(claim())
     worker.ledger.remark([claim(limit=None, outcome="skipped", error="coalesced")])
     assert await asked is Verdict.YOURS
     assert await worker.ledger.enter(dataclasses.replace(claim(), job="another")) is Verdict.YOURS

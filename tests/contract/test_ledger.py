@@ -156,7 +156,7 @@ async def test_a_claim_that_nobody_waits_for_any_more_is_written_down_as_abandon
         return verdicts
 
     leader.backend.enter = slow
-    waiting = asyncio.create_task(leader.ledger.enter(claim(leader)))
+    waiting = leader.ledger.enter(claim(leader))
     await eventually(lambda: leader.backend.runs("job", 1), "the claim")
     waiting.cancel()
     release.set()

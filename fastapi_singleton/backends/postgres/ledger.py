@@ -27,13 +27,12 @@ term AS MATERIALIZED (
     SELECT t.token, t.floor, t.released_at FROM fastapi_singleton.term AS t WHERE t.name = $1 FOR SHARE
 ),
 a AS MATERIALIZED (
-    SELECT * FROM unnest($4::text[], $5::timestamptz[], $6::int[], $7::text[], $8::text[], $9::text[], $10::bigint[],
-                         $11::text[], $12::timestamptz[], $13::text[], $14::int[])
-         AS a (job, tick, attempt, id, nonce, cause, token, outcome, latest, error, most)
+    SELECT * FROM json_to_recordset($4::text::json) AS a (job text, tick timestamptz, attempt int, id text, nonce text, cause text,
+                                              token bigint, outcome text, latest timestamptz, error text, most int)
 ),
 raced AS MATERIALIZED (SELECT array_agg(job) AS jobs FROM a WHERE token IS NULL AND most IS NOT NULL),
 alive AS MATERIALIZED (
-    {ALIVE} AND r.name = $1 AND r.job = ANY ($4::text[]) AND (SELECT jobs IS NULL FROM raced)
+    {ALIVE} AND r.name = $1 AND (SELECT jobs IS NULL FROM raced)
     UNION ALL
     SELECT found.* FROM raced CROSS JOIN LATERAL fastapi_singleton.alive_runs($1, jobs) AS found WHERE jobs IS NOT NULL
 ),
@@ -49,7 +48,7 @@ asked AS MATERIALIZED (
 ),
 judged AS MATERIALIZED (
     SELECT asked.*, alive IS NOT NULL AND entered_as = 'running' AND most <= (
-        SELECT count(*) FROM json_array_elements(alive) AS run WHERE run ->> 0 <> ALL ($15::text[])) AS crowded
+        SELECT count(*) FROM json_array_elements(alive) AS run WHERE run ->> 0 <> ALL ($5::text[])) AS crowded
     FROM asked
 ),
 entered AS (
@@ -70,9 +69,11 @@ SELECT judged.nonce, alive::text,
             WHEN lost THEN 'lost' WHEN pruned THEN 'pruned' WHEN early THEN 'early'
             WHEN crowded AND there.nonce IS NULL THEN 'full' ELSE 'taken' END AS verdict
 FROM judged LEFT JOIN entered USING (nonce)
-LEFT JOIN fastapi_singleton.run AS there
-    ON there.name = $1 AND there.job = CASE WHEN lost OR crowded THEN judged.job END AND there.tick = judged.tick
-    AND there.attempt = judged.attempt
+LEFT JOIN LATERAL (
+    SELECT r.nonce, r.outcome FROM fastapi_singleton.run AS r
+    WHERE (lost OR crowded) AND r.name = $1 AND r.job = judged.job AND r.tick = judged.tick AND r.attempt = judged.attempt
+    LIMIT 1
+) AS there ON true
 """
 
 # Said the other way round, or the planner, which expects no such rows, would look each ending up among all unsettled runs.
@@ -242,19 +243,26 @@ def entry_arguments(
         name,
         worker,
         timedelta(seconds=lease),
-        [e.job for e in entries],
-        [e.tick for e in entries],
-        [e.attempt for e in entries],
-        [e.id for e in entries],
-        [e.nonce for e in entries],
-        [e.cause for e in entries],
-        [e.token for e in entries],
-        [e.outcome for e in entries],
-        [e.latest for e in entries],
-        [clean(e.error) for e in entries],
-        [e.limit for e in entries],
+        # One text: the driver looks at each element of an array several times, which took longer than all the rest.
+        json.dumps([_entry_document(entry) for entry in entries]),
         list(beside),
     )
+
+
+def _entry_document(entry: Entry) -> dict[str, object]:
+    return {
+        "job": entry.job,
+        "tick": entry.tick.isoformat(),
+        "attempt": entry.attempt,
+        "id": entry.id,
+        "nonce": entry.nonce,
+        "cause": entry.cause,
+        "token": entry.token,
+        "outcome": entry.outcome,
+        "latest": entry.latest and entry.latest.isoformat(),
+        "error": clean(entry.error),
+        "most": entry.limit,
+    }
 
 
 def answer(row: Any) -> Verdict | Crowd:
