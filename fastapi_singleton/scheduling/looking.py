@@ -42,6 +42,8 @@ class Looking:
         self._lease = lease
         # Submitted, and not yet moved on: which tick, by store and job.
         self._behind: dict[tuple[str, str], datetime] = {}
+        # Failed, and not to be tried again before.
+        self._put_off: dict[tuple[str, str], datetime] = {}
 
     def __call__(self) -> float | None:
         scheduler = self._scheduler
@@ -49,6 +51,7 @@ class Looking:
             self._behind.clear()  # whoever resumes it sees to it that each job is at its next tick
             return None
         now = self._now()
+        self._put_off = {job: until for job, until in self._put_off.items() if until > now}
         upcoming: list[datetime] = []
         events: list[JobSubmissionEvent] = []
         with scheduler._jobstores_lock:
@@ -66,26 +69,28 @@ class Looking:
 
     def _look_into(self, store: Any, alias: str, now: datetime, events: list[JobSubmissionEvent]) -> list[datetime]:
         """Submit what is due; when to look again, if ever."""
-        due = store.get_due_jobs(now)
+        due = [job for job in store.get_due_jobs(now) if (alias, job.id) not in self._put_off]
         if type(store) is MemoryJobStore and (len(due) > _CROWD or self._behind):
-            failure = self._work_off(due, alias, store, now, events)
+            self._work_off(due, alias, store, now, events)
         else:
-            failure = self._for_each(due, len(due), lambda job: events.extend(self._submit(job, alias, store, now)))
-        if failure is not None:
-            raise failure  # it is still due, and looking at once would be a spin
+            self._for_each(due, len(due), alias, now, lambda job: events.extend(self._submit(job, alias, store, now)))
+        if put_off := {job_id: until for (where, job_id), until in self._put_off.items() if where == alias}:
+            others = (job.next_run_time for job in store.get_all_jobs() if job.id not in put_off)
+            return [*put_off.values(), *(time.astimezone(UTC) for time in others if time is not None)]
         next_run_time = store.get_next_run_time()
         return [next_run_time.astimezone(UTC)] if next_run_time is not None else []
 
     def _work_off(
         self, due: list[Any], alias: str, store: Any, now: datetime, events: list[JobSubmissionEvent]
-    ) -> Exception | None:
+    ) -> None:
         """One portion of a crowd; the rest is still due when the store is asked again, at once."""
         behind = self._behind
         fresh = [job for job in due if behind.get((alias, job.id)) != job.next_run_time]
         if not fresh:
             for key in [key for key in behind if key[0] == alias and not due]:
                 del behind[key]  # removed or changed meanwhile
-            return self._for_each(due, _STEP, lambda job: self._catch_up_with(job, alias, store, now))
+            self._for_each(due, _STEP, alias, now, lambda job: self._catch_up_with(job, alias, store, now))
+            return
 
         def submit(job: Any) -> None:
             tick = job.next_run_time
@@ -96,22 +101,17 @@ class Looking:
             else:
                 events.extend(self._submit(job, alias, store, now))
 
-        return self._for_each(fresh, _PORTION, submit)
+        self._for_each(fresh, _PORTION, alias, now, submit)
 
-    @staticmethod
-    def _for_each(jobs: list[Any], most: int, do: Callable[[Any], object]) -> Exception | None:
-        """So many of them at the most; the last failure. One that fails does not stand in the way of the others: then all
-        of them have their turn, because the next look will be long in coming."""
-        failure: Exception | None = None
-        for n, job in enumerate(jobs):
-            if n >= most and failure is None:
-                break
+    def _for_each(self, jobs: list[Any], most: int, alias: str, now: datetime, do: Callable[[Any], object]) -> None:
+        """So many of them at the most. One that fails is put off alone: it is still due, looking at once would be a spin, and
+        no other may have to wait for it."""
+        for job in jobs[:most]:
             try:
                 do(job)
             except Exception as error:
                 logger.error("Job %s could not be moved on to its next tick (%s)", job.id, type(error).__name__)
-                failure = error
-        return failure
+                self._put_off[alias, job.id] = now + timedelta(seconds=self._scheduler.jobstore_retry_interval)
 
     def _catch_up_with(self, job: Any, alias: str, store: Any, now: datetime) -> None:
         following = job.trigger.get_next_fire_time(job.next_run_time, now)

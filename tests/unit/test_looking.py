@@ -117,19 +117,43 @@ async def test_what_the_application_does_to_a_job_of_a_crowd_holds(bench: Bench)
     assert bench.handed_over["job-3"] == [BEGINNING, BEGINNING + timedelta(seconds=1)]
 
 
-async def test_a_trigger_that_fails_holds_up_nobody_else_and_is_asked_later(bench: Bench) -> None:
-    class Failing(CronTrigger):  # type: ignore[misc]
+def failing(kind: Any) -> Any:
+    class Failing(kind):  # type: ignore[misc]
         def get_next_fire_time(self, previous: datetime | None, now: datetime) -> datetime | None:
             if previous is not None:
                 raise RuntimeError("no")
             return super().get_next_fire_time(previous, now)  # type: ignore[no-any-return]
 
-    for n in range(60):
-        bench.add(f"failing-{n}", Failing(second="*", timezone="UTC"))
-    for n in range(100):
+    return Failing
+
+
+@pytest.mark.parametrize("good", [10, 100])
+@pytest.mark.parametrize("bad", [1, 60])
+@pytest.mark.parametrize(
+    "trigger",
+    [
+        failing(CronTrigger)(second="*", timezone="UTC"),
+        failing(IntervalTrigger)(seconds=1, start_date=BEGINNING, timezone="UTC"),
+    ],
+)
+async def test_a_trigger_that_fails_holds_up_nobody_else_and_is_asked_later(
+    bench: Bench, good: int, bad: int, trigger: Any
+) -> None:
+    for n in range(bad):
+        bench.add(f"failing-{n}", trigger)
+    for n in range(good):
         bench.add(f"job-{n}", CronTrigger(second="*", timezone="UTC"))
-    while (wait := bench.look()) == 0:
-        pass
-    assert wait == bench.scheduler.jobstore_retry_interval
-    assert len(bench.handed_over) == 160
-    assert sum(job.next_run_time > bench.now for job in bench.scheduler.get_jobs()) == 100
+    asked_again = BEGINNING + timedelta(seconds=bench.scheduler.jobstore_retry_interval)
+    while bench.now < asked_again + timedelta(seconds=5):
+        wait = bench.look()
+        assert wait is not None
+        assert wait <= 1  # the others' next tick
+        bench.now += timedelta(seconds=wait)
+    for n in range(good):
+        assert bench.handed_over[f"job-{n}"][:15] == [BEGINNING + timedelta(seconds=second) for second in range(15)]
+    assert all(len(set(bench.handed_over.get(f"failing-{n}", []))) <= 1 for n in range(bad))
+
+
+async def test_a_job_whose_trigger_fails_for_good_is_no_spin(bench: Bench) -> None:
+    bench.add("failing", failing(IntervalTrigger)(seconds=1, start_date=BEGINNING, timezone="UTC"))
+    assert bench.look() == bench.scheduler.jobstore_retry_interval
