@@ -122,9 +122,10 @@ class Gate:
 
     def admit_from_thread(self, key: str, job: Any, due: Due) -> Entry | NotRun:
         """The same, from a thread that may wait."""
-        if threading.get_ident() == self._loop_thread:
+        if threading.get_ident() in (self._loop_thread, stock.thread_of(self._scheduler)):
+            # The loop may be waiting for the scheduler, which holds its jobs while it looks.
             raise ConfigurationError(
-                f"The executor {job.executor!r} runs jobs on the event loop's own thread, where none can wait for its claim.",
+                f"The executor {job.executor!r} runs jobs on the scheduler's own thread, where none can wait for its claim.",
                 hint="use the default executor, a thread pool or a process pool.",
             )
         try:

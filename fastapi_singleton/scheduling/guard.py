@@ -11,13 +11,14 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor as Threads
 from concurrent.futures.process import BrokenProcessPool
 from datetime import datetime
 from itertools import islice
 from typing import Any
 
 from apscheduler.executors.asyncio import AsyncIOExecutor
-from apscheduler.executors.base import MaxInstancesReachedError
+from apscheduler.executors.base import MaxInstancesReachedError, run_job
 from apscheduler.executors.pool import ThreadPoolExecutor
 from apscheduler.util import iscoroutinefunction_partial
 
@@ -110,6 +111,38 @@ class _Submission:
             self._gate.count(self._key, waiting=-1, under_way=-1)
 
 
+class _AsyncIOThreads(AsyncIOExecutor):  # type: ignore[misc]
+    """What AsyncIOExecutor does with a function that is not awaited, on threads of its own in place of the event loop's.
+
+    Those belong to the application, which also resolves host names on them: full of jobs that wait for the store to
+    answer their claims, they would keep everybody from connecting to it again.
+    """
+
+    def start(self, scheduler: Any, alias: str) -> None:
+        super().start(scheduler, alias)
+        self._threads = Threads(thread_name_prefix=f"fastapi_singleton_{alias}")
+
+    def _do_submit_job(self, job: Any, run_times: Sequence[datetime]) -> None:
+        def callback(future: Any) -> None:
+            self._pending_futures.discard(future)
+            try:
+                events = future.result()
+            except BaseException as error:
+                self._run_job_error(job.id, error, error.__traceback__)
+            else:
+                self._run_job_success(job.id, events)
+
+        future = self._eventloop.run_in_executor(
+            self._threads, run_job, job, job._jobstore_alias, run_times, self._logger.name
+        )
+        future.add_done_callback(callback)
+        self._pending_futures.add(future)
+
+    def shutdown(self, wait: bool = True) -> None:
+        super().shutdown(wait)
+        self._threads.shutdown(wait=False)
+
+
 class Guard:
     """Stands before one of the user's executors. `inner` is None where no executor has that alias."""
 
@@ -125,6 +158,7 @@ class Guard:
             # notices a child that dies, for which APScheduler has no event.
             self._slots = ThreadPoolExecutor(inner._pool._max_workers)
             self._slots.start(inner._scheduler, alias)
+        self._threads: _AsyncIOThreads | None = None
 
     def submit_job(self, job: Any, run_times: Sequence[datetime]) -> None:
         """What the scheduler calls with the ticks that fell due."""
@@ -145,12 +179,20 @@ class Guard:
     def submit(self, job: Any, due: Sequence[Due]) -> None:
         if self._is_of_another_version(job):
             return
-        submission = _Submission(self._gate, self._gate.names.of(job), job, due, self._calling(job.func))
+        calling = self._calling(job.func)
+        submission = _Submission(self._gate, self._gate.names.of(job), job, due, calling)
         try:
-            self._slots.submit_job(submission, [each.tick for each in due])
+            slots = self._slots if calling is None or not self._awaits else self._own_threads()
+            slots.submit_job(submission, [each.tick for each in due])
         except BaseException:
             submission.withdraw()
             raise
+
+    def _own_threads(self) -> _AsyncIOThreads:
+        if self._threads is None:
+            self._threads = _AsyncIOThreads()
+            self._threads.start(self.inner._scheduler, self._alias)
+        return self._threads
 
     def _calling(self, func: Callable[..., Any]) -> _Calling | None:
         """How a function is called from the executor's slot; None for one that is awaited."""
@@ -185,9 +227,11 @@ class Guard:
             self.inner.shutdown(wait)
 
     def close(self) -> None:
-        """Let go of the threads that wait for a process pool's children; the pool itself is the user's."""
+        """Let go of the threads that wait for claims, and for a process pool's children; the pool itself is the user's."""
         if self._slots is not self.inner:
             self._slots.shutdown(wait=False)
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
 
 
 def _call(run: Run, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """What is used of APScheduler's insides, in one place. The private names, each pinned by a test:
 
 scheduler `_lookup_executor`, `_lookup_job`, `_dispatch_event`, `_real_add_job`, `_process_jobs`, `_pending_jobs`, `_executors`,
-`_jobstores`, `_jobstores_lock`; executor `_pool`; job store `_reconstitute_job`; `Job.__slots__`, `Job._modify`.
+`_jobstores`, `_jobstores_lock`, `_thread`; executor `_pool`; job store `_reconstitute_job`; `Job.__slots__`, `Job._modify`.
 """
 
 import asyncio
@@ -166,6 +166,11 @@ def is_shared(scheduler: Any, alias: str) -> bool:
     """Whether other processes read the same store. The default one is made at the scheduler's start, in memory."""
     store = scheduler._jobstores.get(alias)
     return store is not None and not isinstance(store, MemoryJobStore)
+
+
+def thread_of(scheduler: Any) -> int | None:
+    """The thread in which it looks for due jobs, if it has one of its own."""
+    return getattr(getattr(scheduler, "_thread", None), "ident", None)
 
 
 def is_date(job: Any) -> bool:

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 from apscheduler.events import EVENT_JOB_ERROR, EVENT_JOB_EXECUTED, EVENT_JOB_MISSED
+from apscheduler.executors.debug import DebugExecutor
 from apscheduler.executors.pool import ProcessPoolExecutor, ThreadPoolExecutor
 from apscheduler.job import Job
 from apscheduler.jobstores.sqlalchemy import SQLAlchemyJobStore
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.schedulers.background import BackgroundScheduler
 
+from fastapi_singleton.errors import ConfigurationError
 from fastapi_singleton.scheduling import SchedulerDuties, job_key
 
 from ..conftest import eventually
@@ -252,3 +254,34 @@ def test_a_job_without_an_id_is_known_by_its_function() -> None:
     scheduler = AsyncIOScheduler()
     assert job_key(scheduler.add_job(thread_job, "interval", hours=1)) == f"{__name__}:thread_job"
     assert job_key(scheduler.add_job(thread_job, "interval", hours=1, id="mine")) == "mine"
+
+
+async def test_jobs_that_wait_for_their_claims_leave_the_loops_threads_to_the_application(leader: Leading) -> None:
+    answer, enter = asyncio.Event(), leader.backend.enter
+
+    async def enter_later(*arguments: Any) -> Any:
+        await answer.wait()
+        return await enter(*arguments)
+
+    leader.backend.enter = enter_later
+    scheduler = AsyncIOScheduler(timezone="UTC")
+    for n in range(40):  # more than the loop has threads
+        scheduler.add_job(thread_job, "date", run_date=soon(), id=f"job-{n}")
+    duties = await leader.lead(scheduler)
+    await eventually(lambda: duties._gate.under_way == 40, "all of them are waiting")
+    async with asyncio.timeout(5):
+        # As whoever connects to the store by its host's name.
+        await asyncio.get_running_loop().getaddrinfo("localhost", None)
+    assert ran == []
+    answer.set()
+    await eventually(lambda: len(ran) == 40, "their runs")
+
+
+async def test_an_executor_on_a_schedulers_own_thread_is_refused(leader: Leading) -> None:
+    scheduler = BackgroundScheduler(timezone="UTC", executors={"default": DebugExecutor()})
+    scheduler.add_job(thread_job, "date", run_date=soon(), id="job")
+    with events(scheduler, EVENT_JOB_ERROR) as seen:
+        await leader.lead(scheduler)
+        await eventually(lambda: seen, "the refusal")
+    assert isinstance(seen[0].exception, ConfigurationError)
+    assert ran == []
