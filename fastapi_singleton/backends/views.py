@@ -36,7 +36,7 @@ def job_document(job: JobView) -> dict[str, Any]:
 
 def published(jobs: Iterable[JobView] | None) -> str | None:
     """The leader's jobs as they are shown to the fleet."""
-    return None if jobs is None else json.dumps([job_document(job) for job in jobs])
+    return None if jobs is None else json.dumps([job_document(job) for job in jobs], ensure_ascii=False)
 
 
 def job_view(document: Mapping[str, Any], last: Mapping[str, RunView]) -> JobView:

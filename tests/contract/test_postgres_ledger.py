@@ -1,16 +1,19 @@
 """What is particular to the ledger on PostgreSQL: shared round trips, the fence, older tables."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
 import pytest
 
 from fastapi_singleton.backends.postgres.schema import MIGRATIONS
 from fastapi_singleton.errors import ConfigurationError, LostLeadershipError
-from fastapi_singleton.records import Ending, Entry, Run, Verdict
+from fastapi_singleton.records import Ending, Entry, JobView, Run, Verdict
 
 from ..leading import Leading, leading
 from .test_ledger import NOW, claim, judged, token
@@ -127,3 +130,19 @@ async def test_tables_of_the_first_version_are_brought_up_to_date(database: str,
         assert token(leader) == 9223372036854775001
         assert await judged(leader, claim(leader)) == [Verdict.YOURS]
     assert await admin.fetchval("SELECT max(version) FROM fastapi_singleton.schema_version") == len(MIGRATIONS)
+
+
+async def test_a_database_that_is_not_in_unicode_takes_any_name_and_any_limit(server_url: str, database: str) -> None:
+    name = f"{urlsplit(database).path[1:]}_ascii"
+    on_server = await asyncpg.connect(server_url)
+    try:
+        await on_server.execute(f"CREATE DATABASE {name} ENCODING 'SQL_ASCII' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0")
+        async with leading(urlunsplit(urlsplit(server_url)._replace(path=f"/{name}"))) as leader:
+            term = await leader.elect()
+            entry = replace(claim(leader), job="café", error="größer", limit=sys.maxsize)
+            assert await judged(leader, entry) == [Verdict.YOURS]
+            assert await leader.backend.renew(term, [JobView("café", "cron", None, False)])
+            assert [job.id for job in leader.backend.fleet.jobs] == ["café"]
+    finally:
+        await on_server.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
+        on_server.terminate()

@@ -224,6 +224,8 @@ WHERE r.name = $1 AND r.job = $2 AND r.tick < coalesce($3, 'infinity'::timestamp
 ORDER BY r.tick DESC, r.attempt DESC LIMIT $4
 """
 
+_MOST = 2**31 - 1  # what an integer holds
+
 STATEMENTS = {
     "enter": ENTER, "finish": FINISH, "meet": MEET, "recall": RECALL, "note": NOTE, "ticks": TICKS, "unseen": UNSEEN,
     "sweep": SWEEP, "cut": CUT, "prune": PRUNE, "history": HISTORY, "runs": RUNS,
@@ -244,7 +246,8 @@ def entry_arguments(
         worker,
         timedelta(seconds=lease),
         # One text: the driver looks at each element of an array several times, which took longer than all the rest.
-        json.dumps([_entry_document(entry) for entry in entries]),
+        # Not escaped: in a database that is not in Unicode the server could not read the escapes.
+        json.dumps([_entry_document(entry) for entry in entries], ensure_ascii=False),
         list(beside),
     )
 
@@ -261,7 +264,7 @@ def _entry_document(entry: Entry) -> dict[str, object]:
         "outcome": entry.outcome,
         "latest": entry.latest and entry.latest.isoformat(),
         "error": clean(entry.error),
-        "most": entry.limit,
+        "most": entry.limit and min(entry.limit, _MOST),
     }
 
 
