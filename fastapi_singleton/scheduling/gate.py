@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import ConfigurationError
 from ..jobs import enter_run, leave_run, policy_of
@@ -48,6 +48,13 @@ class Due:
     latest: datetime | None = None
 
 
+class Submission(Protocol):
+    """Ticks of a job on their way through an executor."""
+
+    @property
+    def owed(self) -> tuple[str, datetime]: ...
+
+
 class Gate:
     """One worker's gate. It is shut, whatever the term, while `accepting` is false."""
 
@@ -72,16 +79,35 @@ class Gate:
         self._loop_thread = threading.get_ident()
         self._waiting: dict[str, int] = {}
         self._changing = threading.Lock()
-        self.under_way = 0
+        self._submissions: set[Submission] = set()
+
+    @property
+    def under_way(self) -> int:
+        """How many submissions have calls yet to make."""
+        return len(self._submissions)
+
+    def owed(self) -> dict[str, datetime]:
+        """The oldest tick of each job that waits for its slot or its verdict, perhaps for long: it may have no row yet."""
+        with self._changing:
+            submissions = tuple(self._submissions)
+        oldest: dict[str, datetime] = {}
+        for key, tick in (submission.owed for submission in submissions):
+            oldest[key] = min(tick, oldest.get(key, tick))
+        return oldest
 
     def waiting(self, key: str) -> int:
         """How many submissions of the job wait for a slot or a verdict: whether they run at all is yet to be seen."""
         return self._waiting.get(key, 0)
 
-    def count(self, key: str, waiting: int, under_way: int = 0) -> None:
-        """So many more submissions of the job wait, and so many more are under way: they have calls yet to make."""
+    def count(
+        self, key: str, waiting: int, submission: "Submission | None" = None, made: "Submission | None" = None
+    ) -> None:
+        """So many more submissions of the job wait; one is under way, with calls yet to make, or has made them."""
         with self._changing:
-            self.under_way += under_way
+            if submission is not None:
+                self._submissions.add(submission)
+            if made is not None:
+                self._submissions.discard(made)
             left = self._waiting.get(key, 0) + waiting
             if left:
                 self._waiting[key] = left

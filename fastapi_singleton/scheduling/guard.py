@@ -52,7 +52,7 @@ class _Submission:
         self._job = job
         # Kept apart from the job, which may be modified while this waits for its slot.
         self._func = job.func
-        self._due = iter(due)
+        self._due = due
         self._left = len(due)
         self._call = call
         # Lateness is judged by the claim; judged by APScheduler, a tick would vanish without our knowing.
@@ -64,7 +64,7 @@ class _Submission:
         # APScheduler counts submissions, and those that wait for their verdict are not runs yet.
         self.max_instances = job.max_instances + gate.waiting(key)
         self._jobstore_alias = job._jobstore_alias
-        gate.count(key, waiting=1, under_way=1)
+        gate.count(key, waiting=1, submission=self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._job, name)
@@ -79,7 +79,7 @@ class _Submission:
 
     async def _run(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            claimed = await self._gate.admit(self._key, self._job, next(self._due))
+            claimed = await self._gate.admit(self._key, self._job, self._due[-self._left])
             if isinstance(claimed, NotRun):
                 return claimed
             with self._gate.recorded(claimed):
@@ -90,7 +90,7 @@ class _Submission:
     def _run_in_slot(self, *args: Any, **kwargs: Any) -> Any:
         assert self._call is not None
         try:
-            claimed = self._gate.admit_from_thread(self._key, self._job, next(self._due))
+            claimed = self._gate.admit_from_thread(self._key, self._job, self._due[-self._left])
             if isinstance(claimed, NotRun):
                 return claimed
             with self._gate.recorded(claimed) as run:
@@ -102,13 +102,18 @@ class _Submission:
         """One of the calls has been made, or is not to be. They follow each other, so that no lock is needed."""
         self._left -= 1
         if self._left == 0:
-            self._gate.count(self._key, waiting=-1, under_way=-1)
+            self._gate.count(self._key, waiting=-1, made=self)
+
+    @property
+    def owed(self) -> tuple[str, datetime]:
+        """The oldest tick that may yet lack a row, and of which job."""
+        return self._key, min(due.tick for due in self._due[-self._left :])
 
     def withdraw(self) -> None:
         """None of the calls will be made."""
         if self._left > 0:
             self._left = 0
-            self._gate.count(self._key, waiting=-1, under_way=-1)
+            self._gate.count(self._key, waiting=-1, made=self)
 
 
 class _AsyncIOThreads(AsyncIOExecutor):  # type: ignore[misc]

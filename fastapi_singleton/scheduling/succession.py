@@ -15,7 +15,7 @@ from apscheduler.events import EVENT_JOB_SUBMITTED, JobSubmissionEvent
 from apscheduler.executors.base import MaxInstancesReachedError
 
 from ..backends import Backend
-from ..catching_up import fingerprint
+from ..catching_up import INSTANT, fingerprint
 from ..errors import StoreError
 from ..jobs import policy_of
 from ..ledger import Ledger, give_up_the_gone
@@ -250,10 +250,12 @@ class Succession:
             await self._ask(term, self._backend.note(term, chunk))
 
     async def _note_settled(self, term: Term, jobs: dict[str, Any], now: datetime) -> None:
-        """All earlier ticks have been accounted for, so that the next leader need not look at them."""
+        """All earlier ticks have been accounted for, so that the next leader need not look at them; but for those that still
+        wait, and have no row before they are claimed."""
         self._settled_at = boot_clock()
-        late = {key: timedelta(seconds=self._gate.latest_start(job)) for key, job in jobs.items()}
-        await self._note(term, [JobChange(key, since=now - late[key]) for key in jobs])
+        since = {key: now - timedelta(seconds=self._gate.latest_start(job)) for key, job in jobs.items()}
+        since |= {key: min(tick - INSTANT, since[key]) for key, tick in self._gate.owed().items() if key in since}
+        await self._note(term, [JobChange(key, since=moment) for key, moment in since.items()])
 
     async def _heed(self, term: Term, jobs: dict[str, Any]) -> None:
         """In a race, do to the jobs here what was done to them in other workers: paused, resumed, removed."""
@@ -276,7 +278,7 @@ class Succession:
         await self._sweep(term)
         await self._repeat(term)
         if boot_clock() - self._settled_at >= _SETTLE_EVERY:
-            # Twice as late as any tick may start: one that still waits for its slot has a row by then.
+            # Twice as late as any tick may start: one that was refused on its way has a row by then.
             jobs = self._jobs()
             late = max((self._gate.latest_start(job) for job in jobs.values()), default=0.0)
             await self._note_settled(term, jobs, self._backend.now() - timedelta(seconds=late))

@@ -285,3 +285,36 @@ async def test_an_executor_on_a_schedulers_own_thread_is_refused(leader: Leading
         await eventually(lambda: seen, "the refusal")
     assert isinstance(seen[0].exception, ConfigurationError)
     assert ran == []
+
+
+async def test_a_tick_that_waits_for_its_slot_when_its_worker_dies_gets_a_row_however_long_it_has_waited(
+    database: str,
+) -> None:
+    release, started = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        started.set()
+        release.wait(30)
+
+    beginning = datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=1)
+
+    def make_scheduler() -> Any:
+        scheduler = BackgroundScheduler(timezone="UTC", executors={"default": ThreadPoolExecutor(1)})
+        scheduler.add_job(slow, "date", run_date=beginning, id="slow")
+        scheduler.add_job(thread_job, "cron", second=beginning.second, id="waiting")
+        return scheduler
+
+    try:
+        async with leading(database) as first:
+            duties = await first.lead(make_scheduler(), catch_up=0.2)
+            await eventually(lambda: started.is_set() and duties._gate.under_way == 2, "one runs and one waits")
+            await asyncio.sleep(1)
+            duties._succession._settled_at = duties._succession._tidied_at = -1e9  # as after a minute
+            await first.go_on(duties)
+            await first.die()
+            async with leading(database) as second:
+                await second.lead(make_scheduler(), catch_up=0.2)
+                [row, *_] = await second.runs("waiting")
+                assert row.outcome == "missed"
+    finally:
+        release.set()
