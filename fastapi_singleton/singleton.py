@@ -193,10 +193,12 @@ class Singleton:
         try:
             async with asyncio.timeout(_LAST_REQUEST):
                 await asyncio.gather(*tasks, return_exceptions=True)
+                ledger.close()  # what was on its way is not waited for either
                 await backend.close()
         except TimeoutError:
             pass
         finally:
+            ledger.close()
             backend.forfeit()
             if self._duties is not None:
                 await self._duties.close()

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from contextvars import Token
 from dataclasses import dataclass
@@ -156,7 +157,7 @@ class Gate:
             )
         try:
             return asyncio.run_coroutine_threadsafe(self.admit(key, job, due), self._loop).result()
-        except (asyncio.CancelledError, RuntimeError):  # the loop is closing, or closed
+        except (CancelledError, RuntimeError):  # the loop is closing, or closed
             return NotRun.REFUSED
 
     def recorded(self, entry: Entry) -> "Recorded":
