@@ -1,8 +1,11 @@
 """What each job is called in the whole fleet, where APScheduler's own ids may be random."""
 
+import hashlib
 from typing import Any
 
 from . import stock
+
+_LONGEST = 400  # characters, of up to four bytes each, beside a fleet's name of two hundred
 
 
 class Names:
@@ -53,5 +56,8 @@ class Names:
 
 
 def _writable(name: str) -> str:
-    """What every store can write down: a lone surrogate or a NUL, if there is one, spelt out."""
-    return name.replace("\0", "\\0").encode("utf-8", "backslashreplace").decode()
+    """What every store can write down: a lone surrogate or a NUL, if there is one, spelt out; not longer than an index takes."""
+    name = name.replace("\0", "\\0").encode("utf-8", "backslashreplace").decode()
+    if len(name) <= _LONGEST:
+        return name
+    return f"{name[: _LONGEST - 33]}-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"

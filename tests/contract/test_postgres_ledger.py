@@ -136,7 +136,7 @@ async def test_a_database_that_is_not_in_unicode_takes_any_name_and_any_limit(se
     name = f"{urlsplit(database).path[1:]}_ascii"
     on_server = await asyncpg.connect(server_url)
     try:
-        await on_server.execute(f"CREATE DATABASE {name} ENCODING 'SQL_ASCII' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0")
+        await on_server.execute(f"CREATE DATABASE {name} ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0")
         async with leading(urlunsplit(urlsplit(server_url)._replace(path=f"/{name}"))) as leader:
             term = await leader.elect()
             entry = replace(claim(leader), job="café", error="größer", limit=sys.maxsize)

@@ -18,6 +18,7 @@ from apscheduler.jobstores.sqlalchemy import SQLAlchemyJobStore
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.schedulers.background import BackgroundScheduler
 
+from fastapi_singleton import Singleton
 from fastapi_singleton.errors import ConfigurationError
 from fastapi_singleton.scheduling import SchedulerDuties, job_key
 
@@ -318,3 +319,32 @@ async def test_a_tick_that_waits_for_its_slot_when_its_worker_dies_gets_a_row_ho
                 assert row.outcome == "missed"
     finally:
         release.set()
+
+
+async def test_a_thread_whose_claim_is_on_its_way_when_the_application_stops_is_let_go(
+    database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = BackgroundScheduler(timezone="UTC")
+    scheduler.add_job(thread_job, "date", run_date=soon(), id="job")
+    singleton = Singleton(scheduler, database, drain=0.1, lease=2.0)
+    sent = asyncio.Event()
+
+    async def enter_never(*arguments: Any) -> Any:
+        sent.set()
+        await asyncio.Event().wait()
+
+    before = asyncio.all_tasks()
+    async with singleton.lifespan():
+        singleton._backend.enter = enter_never  # type: ignore[union-attr, method-assign]
+        await asyncio.wait_for(sent.wait(), 30)
+    await eventually(lambda: asyncio.all_tasks() <= before, "its end", 5)
+    assert ran == []
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_job_with_an_endless_name_runs_and_stops_nobody_else(leader: Leading) -> None:
+    scheduler = AsyncIOScheduler(timezone="UTC")
+    for name in ("short", os.urandom(2000).hex()):  # longer than what an index takes
+        scheduler.add_job(ran.append, args=(name,), trigger="date", run_date=soon(), id=name)
+    await leader.lead(scheduler)
+    await eventually(lambda: len(ran) == 2, "the jobs' runs")

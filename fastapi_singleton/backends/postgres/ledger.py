@@ -27,8 +27,8 @@ term AS MATERIALIZED (
     SELECT t.token, t.floor, t.released_at FROM fastapi_singleton.term AS t WHERE t.name = $1 FOR SHARE
 ),
 a AS MATERIALIZED (
-    SELECT * FROM json_to_recordset($4::text::json) AS a (job text, tick timestamptz, attempt int, id text, nonce text, cause text,
-                                              token bigint, outcome text, latest timestamptz, error text, most int)
+    SELECT * FROM json_to_recordset($4::text::json) AS a (job text, tick timestamptz, attempt int, id text, nonce text,
+                                              cause text, token bigint, outcome text, latest timestamptz, error text, most int)
 ),
 raced AS MATERIALIZED (SELECT array_agg(job) AS jobs FROM a WHERE token IS NULL AND most IS NOT NULL),
 alive AS MATERIALIZED (
