@@ -100,20 +100,34 @@ class Gate:
         """How many submissions of the job wait for a slot or a verdict: whether they run at all is yet to be seen."""
         return self._waiting.get(key, 0)
 
-    def count(
-        self, key: str, waiting: int, submission: "Submission | None" = None, made: "Submission | None" = None
-    ) -> None:
-        """So many more submissions of the job wait; one is under way, with calls yet to make, or has made them."""
+    def submitted(self, key: str, submission: Submission) -> None:
+        """A submission of the job is under way, and waits."""
         with self._changing:
-            if submission is not None:
-                self._submissions.add(submission)
-            if made is not None:
-                self._submissions.discard(made)
-            left = self._waiting.get(key, 0) + waiting
-            if left:
-                self._waiting[key] = left
-            else:
-                self._waiting.pop(key, None)
+            self._submissions.add(submission)
+            self._waiting[key] = self._waiting.get(key, 0) + 1
+
+    def done(self, key: str, submission: Submission) -> None:
+        """It has made all its calls, or will make none."""
+        with self._changing:
+            self._submissions.discard(submission)
+            self._count_waiting(key, -1)
+
+    def begun(self, key: str) -> None:
+        """One that waited has its call made."""
+        with self._changing:
+            self._count_waiting(key, -1)
+
+    def ended(self, key: str) -> None:
+        """The call has been made; further ones may follow."""
+        with self._changing:
+            self._count_waiting(key, 1)
+
+    def _count_waiting(self, key: str, more: int) -> None:
+        left = self._waiting.get(key, 0) + more
+        if left:
+            self._waiting[key] = left
+        else:
+            self._waiting.pop(key, None)
 
     async def admit(self, key: str, job: Any, due: Due) -> Entry | NotRun:
         """Claim the tick, or say why it must not run here and now."""
@@ -209,7 +223,7 @@ class Recorded:
 
     def __enter__(self) -> Run:
         entry = self._entry
-        self._gate.count(entry.job, waiting=-1)  # it runs
+        self._gate.begun(entry.job)
         run = Run(entry.id, entry.job, entry.tick, entry.attempt, entry.token, entry.nonce)
         self._token: Token[Run | None] = enter_run(run)
         self._began = boot_clock()
@@ -218,7 +232,7 @@ class Recorded:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         seconds = boot_clock() - self._began
         leave_run(self._token)
-        self._gate.count(self._entry.job, waiting=1)  # further calls may follow
+        self._gate.ended(self._entry.job)
         if error is None:
             ending = Ending(self._entry, "succeeded", seconds)
         elif self._gate.closing and isinstance(error, asyncio.CancelledError):

@@ -64,7 +64,7 @@ class _Submission:
         # APScheduler counts submissions, and those that wait for their verdict are not runs yet.
         self.max_instances = job.max_instances + gate.waiting(key)
         self._jobstore_alias = job._jobstore_alias
-        gate.count(key, waiting=1, submission=self)
+        gate.submitted(key, self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._job, name)
@@ -102,7 +102,7 @@ class _Submission:
         """One of the calls has been made, or is not to be. They follow each other, so that no lock is needed."""
         self._left -= 1
         if self._left == 0:
-            self._gate.count(self._key, waiting=-1, made=self)
+            self._gate.done(self._key, self)
 
     @property
     def owed(self) -> tuple[str, datetime]:
@@ -113,7 +113,7 @@ class _Submission:
         """None of the calls will be made."""
         if self._left > 0:
             self._left = 0
-            self._gate.count(self._key, waiting=-1, made=self)
+            self._gate.done(self._key, self)
 
 
 class _AsyncIOThreads(AsyncIOExecutor):  # type: ignore[misc]

@@ -83,6 +83,7 @@ def test_the_private_names_of_apscheduler_are_still_there() -> None:
     assert scheduler._pending_jobs == []
     assert scheduler._executors == scheduler._jobstores == {}
     assert hasattr(scheduler, "_jobstores_lock")
+    assert hasattr(BackgroundScheduler, "_thread")
     assert callable(Job._modify)
     assert hasattr(ThreadPoolExecutor(1), "_pool")
     assert hasattr(SQLAlchemyJobStore, "_reconstitute_job")
