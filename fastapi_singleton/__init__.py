@@ -16,13 +16,21 @@ __all__ = [
     "Singleton",
     "SingletonError",
     "Status",
+    "StoreError",
     "__version__",
     "current_run",
     "job_policy",
 ]
 
 if TYPE_CHECKING:
-    from .errors import ConfigurationError, LockHeldError, LostLeadershipError, NoRunError, SingletonError
+    from .errors import (
+        ConfigurationError,
+        LockHeldError,
+        LostLeadershipError,
+        NoRunError,
+        SingletonError,
+        StoreError,
+    )
     from .jobs import current_run, job_policy
     from .records import Run, Status
     from .singleton import Singleton
@@ -36,6 +44,7 @@ _HOME = {
     "Singleton": "singleton",
     "SingletonError": "errors",
     "Status": "records",
+    "StoreError": "errors",
     "current_run": "jobs",
     "job_policy": "jobs",
 }

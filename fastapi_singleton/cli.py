@@ -28,7 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     # What follows the first -- is the command of `run`, options of its own and all.
     at = given.index("--") if "--" in given else len(given)
-    arguments = _parser().parse_args(given[:at])
+    parser = _parser()
+    arguments, unknown = parser.parse_known_args(given[:at])
+    if unknown:
+        hint = ". Hint: the command goes behind a --: run NAME -- CMD ARG …" if arguments.command == "run" else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     arguments.cmd = given[at + 1 :]
     try:
         code = int(arguments.act(arguments))
@@ -71,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--wait", type=_seconds, default=0.0, help="wait so many seconds for the lock (default: 0)")
     run.add_argument("--lease", type=float, default=10.0, help="how long the lock outlives a silent host (default: 10)")
-    run.add_argument("--busy-exit-code", type=int, default=0, help="exit code if it is not run (default: 0)")
+    run.add_argument("--busy-exit-code", type=_exit_code, default=0, help="exit code if it is not run (default: 0)")
     command("status", _status, "show the leader, the workers, the jobs and their last runs", data=True)
     runs = command("runs", _runs, "show what became of ticks, the newest first", data=True)
     runs.add_argument("job", nargs="?", metavar="JOB", help="only this job's")
@@ -89,17 +93,28 @@ def _name(text: str) -> str:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
     if not 0 <= seconds <= 86_400 * 365:
-        raise argparse.ArgumentTypeError("must be 0 or more seconds")
+        raise argparse.ArgumentTypeError("must be a number of seconds, 0 or more")
     return seconds
 
 
+def _whole(text: str, least: int, most: int) -> int:
+    number = int(text) if text.isascii() and text.isdigit() else -1
+    if not least <= number <= most:
+        raise argparse.ArgumentTypeError(f"must be a whole number between {least} and {most}")
+    return number
+
+
 def _limit(text: str) -> int:
-    limit = int(text)
-    if not 1 <= limit <= 10_000:
-        raise argparse.ArgumentTypeError("must be between 1 and 10000")
-    return limit
+    return _whole(text, 1, 10_000)
+
+
+def _exit_code(text: str) -> int:
+    return _whole(text, 0, 255)
 
 
 def _store(arguments: argparse.Namespace) -> Store:
@@ -110,7 +125,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from .wrapping import Wrapped, run
 
     if not arguments.cmd:
-        print("fastapi-singleton: no command. Hint: fastapi-singleton run NAME -- CMD ARG …", file=sys.stderr)
+        print("fastapi-singleton: no command to run. Hint: fastapi-singleton run NAME -- CMD ARG …", file=sys.stderr)
         return 2
     wrapped = Wrapped(
         arguments.name, arguments.job, arguments.cmd, arguments.lease, arguments.wait, arguments.min_gap,

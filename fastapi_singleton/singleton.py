@@ -264,6 +264,10 @@ class Singleton:
     async def runs(self, job: str, *, limit: int = 50, before: datetime | None = None) -> list[RunView]:
         """A job's runs, the newest first, from before that scheduled time on. Asks the store: `StoreError` if it is away."""
         if self._backend is None:
+            if not self._enabled:
+                raise StoreError(
+                    "This worker is disabled (enabled=False): it asks no store.", hint="ask another worker."
+                )
             raise StoreError("The lifespan is not open.", hint="ask while the application runs.")
         # One at a time, and never cut short: readers share the leader's connection, and must neither hold up a renewal
         # nor leave a doubt behind that would end the term.

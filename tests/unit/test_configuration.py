@@ -28,6 +28,7 @@ def test_the_public_names_are_these() -> None:
         "Singleton",
         "SingletonError",
         "Status",
+        "StoreError",
         "__version__",
         "current_run",
         "job_policy",
