@@ -213,6 +213,8 @@ class SchedulerDuties(Duties):
         for (job, _, _), state in self._definitions:
             stock.restore(job, state)
         scheduler._pending_jobs[:] = [entry for entry, _ in self._definitions]
+        for guard in self._guards.values():
+            await guard.dismiss_children(_LAST_WORDS)
 
     def _join_race(self, event: Any) -> None:
         """A job was added or changed while the others run."""

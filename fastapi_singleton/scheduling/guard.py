@@ -7,6 +7,7 @@ before it calls the user's function: a batch claimed ahead would be a batch of c
 those of the whole fleet.
 """
 
+import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Sequence
@@ -237,6 +238,17 @@ class Guard:
             self._slots.shutdown(wait=False)
         if self._threads is not None:
             self._threads.shutdown(wait=False)
+
+    async def dismiss_children(self, timeout: float) -> None:
+        """End the children of a process pool: servers end by a signal, which the interpreter does not get to see, and idle
+        children would wait for ever. What runs is waited for, that long at most; a pool for another start stands ready."""
+        pool: Any = getattr(self.inner, "_pool", None)
+        manager = getattr(pool, "_executor_manager_thread", None)  # None: no child was ever needed
+        if manager is None:
+            return
+        self.inner._pool = type(pool)(pool._max_workers, **self.inner.pool_kwargs)
+        pool.shutdown(wait=False)
+        await asyncio.to_thread(manager.join, timeout)
 
 
 def _call(run: Run, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -184,7 +184,7 @@ def is_shared_date(scheduler: Any, job: Any) -> bool:
 async def shut_down(scheduler: Any) -> None:
     """Stop the scheduler; coroutine jobs still running are cancelled. It can be started again."""
     executors = dict(scheduler._executors)
-    # A pool that was shut down never works again; idle, it is ended by the interpreter like any other pool.
+    # A pool that was shut down never works again.
     for alias, executor in executors.items():
         if isinstance(executor, BasePoolExecutor):
             del scheduler._executors[alias]
