@@ -62,7 +62,8 @@ class TaskDuties(Duties):
 
     def lay_down(self) -> None:
         for task in self._running.values():
-            task.cancel()
+            if not task.cancelling():  # told once: a second time would cut short what it tidies up
+                task.cancel()
 
     def jobs(self) -> Sequence[JobView]:
         return [JobView(name, f"task, {self._states.get(name, 'starting')}", None, False) for name in self._functions]
@@ -81,8 +82,12 @@ class TaskDuties(Duties):
                 await func()
             except (Exception, asyncio.CancelledError) as error:
                 task = asyncio.current_task()
-                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                    raise  # meant for this task, not come out of what it awaits
+                if task is not None and task.cancelling():
+                    if isinstance(error, asyncio.CancelledError):
+                        raise  # meant for this task, not come out of what it awaits
+                    # It failed while it was cleaning up: it was told to end, so it must not begin again.
+                    logger.exception("The leader's task %s failed while it was cancelled", name, extra={"task": name})
+                    return
                 failures += 1
                 logger.exception("The leader's task %s failed and will be started again", name, extra={"task": name})
                 self._states[name] = f"failed {failures} time(s), last: {type(error).__name__}: {error}"[

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from apscheduler.schedulers.asyncio import AsyncIOScheduler
 
 from fastapi_singleton import ConfigurationError, LockHeldError, Singleton, current_run
 
@@ -208,6 +209,51 @@ async def test_a_task_that_does_not_heed_its_cancellation_keeps_nobody_from_lead
 
         await eventually(told, "the problem in the status")
         go_on.set()
+
+
+async def test_a_task_that_fails_when_it_is_cancelled_is_not_started_again(store: RealStore) -> None:
+    singleton = Singleton(url=store.url, lease=1.0)
+    starts: list[bool] = []
+
+    @singleton.task
+    async def fails_to_tidy_up() -> None:
+        starts.append(singleton.is_leader)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ConnectionError("the other side is gone")
+
+    async with singleton.lifespan():
+        await eventually(lambda: starts, "the task")
+        singleton._elector.retire()  # type: ignore[union-attr]
+        await eventually(lambda: not singleton.is_leader, "the end of the term")
+        await asyncio.sleep(1.5)  # longer than the pause before a second start
+        assert starts == [True]
+
+
+async def test_a_task_may_tidy_up_for_as_long_as_jobs_are_waited_for(store: RealStore) -> None:
+    scheduler = AsyncIOScheduler()
+    begun, tidied = asyncio.Event(), asyncio.Event()
+
+    async def takes_a_while() -> None:
+        begun.set()
+        await asyncio.sleep(0.5)
+
+    scheduler.add_job(takes_a_while, id="while")
+    singleton = Singleton(scheduler, store.url, drain=5.0)
+
+    @singleton.task
+    async def tidies_up() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(1.0)
+            tidied.set()
+
+    async with singleton.lifespan():
+        await asyncio.wait_for(begun.wait(), 30)
+        await asyncio.sleep(0.2)
+    assert tidied.is_set()
 
 
 async def test_a_lock_whose_renewal_fails_unforeseen_is_lost(store: RealStore) -> None:
