@@ -29,7 +29,7 @@ def _lives(process: str) -> bool | None:
     boot, _, rest = process.partition("/")
     namespace, _, rest = rest.partition("/")
     pid, _, start = rest.partition("/")
-    if not pid.isdecimal() or not start or boot != _boot() or namespace != _namespace():
+    if not pid.isdecimal() or not start or not boot or boot != _boot() or not namespace or namespace != _namespace():
         return None
     found = _start_time(int(pid))
     # What cannot be read may be another user's process in a system that hides those.
@@ -51,8 +51,9 @@ def _boot() -> str:
 
 
 def _namespace() -> str:
+    """Empty also where /proc is that of another namespace: what it tells of a pid is of some other process."""
     try:
-        return os.readlink("/proc/self/ns/pid")
+        return os.readlink("/proc/self/ns/pid") if os.readlink("/proc/self") == str(os.getpid()) else ""
     except OSError:
         return ""
 

@@ -41,3 +41,10 @@ def test_nothing_is_known_of_a_process_that_the_system_hides(monkeypatch: pytest
     process, read = identity(), processes._read
     monkeypatch.setattr(processes, "_read", lambda path: "" if path.endswith("/stat") else read(path))
     assert what_is_known(process) == (False, False)
+
+
+def test_nothing_is_known_where_proc_is_that_of_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, pid = identity(), os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: pid + 1)  # what /proc/self does not lead to
+    assert identity() == ""
+    assert what_is_known(process) == (False, False)
