@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.cmd = given[at + 1 :]
     try:
         code = int(arguments.act(arguments))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed, as some do for a cron line
+            sys.stdout.flush()
     except SingletonError as error:
         print(f"fastapi-singleton: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 3

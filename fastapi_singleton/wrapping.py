@@ -16,10 +16,10 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TypeVar
 
-from .backends import Store
+from .backends import Backend, Store
 from .errors import LockHeldError, StoreError
 from .ledger import open_ledger
 from .locks import Lock, hold, lock_name
@@ -30,6 +30,7 @@ Answer = TypeVar("Answer")
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 CANNOT_START = 127
+_MOST_SKEW = 60.0  # that the store's clock is expected to go back: a run from beyond was made while it was wrong
 _ROWS = 10  # that are looked at: one, but for claims that were taken back
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
@@ -66,7 +67,7 @@ async def _first(store: Store, wrapped: Wrapped, timing: Timing, held: LockHeldE
     try:
         while True:
             await backend.look()
-            if reason := _too_soon(await backend.runs(wrapped.job, _ROWS), backend.now(), wrapped.min_gap):
+            if reason := _too_soon(await _runs(backend, wrapped), backend.now(), wrapped.min_gap):
                 return reason
             if boot_clock() >= deadline:
                 break
@@ -82,7 +83,7 @@ async def _first(store: Store, wrapped: Wrapped, timing: Timing, held: LockHeldE
 async def _run_locked(store: Store, wrapped: Wrapped, timing: Timing, lock: Lock) -> int:
     async with open_ledger(store, wrapped.name, timing) as (backend, ledger):
         now = backend.now()
-        if reason := _too_soon(await backend.runs(wrapped.job, _ROWS), now, wrapped.min_gap, alone=True):
+        if reason := _too_soon(await _runs(backend, wrapped), now, wrapped.min_gap, alone=True):
             _say(f"{wrapped.job} {reason}; not run here.")
             return wrapped.busy_exit_code
         entry = Entry(wrapped.name, wrapped.job, now)
@@ -99,6 +100,13 @@ async def _run_locked(store: Store, wrapped: Wrapped, timing: Timing, lock: Lock
         code, error = await _command(wrapped.command, entry, lock, grace=timing.margin)
         ledger.end(Ending(entry, "failed" if error else "succeeded", boot_clock() - began, error))
         return code
+
+
+async def _runs(backend: Backend, wrapped: Wrapped) -> Sequence[RunView]:
+    """The newest runs, but for those from when the store's clock was ahead: they must not keep the command from running
+    until it gets there."""
+    until = backend.now() + timedelta(seconds=max(wrapped.min_gap, _MOST_SKEW))
+    return await backend.runs(wrapped.job, _ROWS, until)
 
 
 def _too_soon(runs: Sequence[RunView], now: datetime, min_gap: float, *, alone: bool = False) -> str | None:
@@ -172,12 +180,14 @@ class _Signals:
     def __enter__(self) -> "_Signals":
         self._early: list[signal.Signals] = []
         self._to: int | None = None
-        for kind in _FORWARDED:
+        # What whoever started this process wants to be ignored (nohup, a shell's background) the command ignores too.
+        self._heard = [kind for kind in _FORWARDED if signal.getsignal(kind) is not signal.SIG_IGN]
+        for kind in self._heard:
             asyncio.get_running_loop().add_signal_handler(kind, self._hear, kind)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for kind in _FORWARDED:
+        for kind in self._heard:
             asyncio.get_running_loop().remove_signal_handler(kind)
 
     def pass_on_to(self, pid: int) -> None:

@@ -152,6 +152,23 @@ def test_a_command_that_cannot_be_started_says_so(store: RealStore) -> None:
     assert call(store, "run", "nightly").returncode == 2
 
 
+@pytest.mark.parametrize("closed", ["stdout", "stderr", "all"])
+def test_a_command_is_run_also_if_its_wrapper_was_given_no_output(store: RealStore, closed: str) -> None:
+    redirected = {"stdout": ">&-", "stderr": "2>&-", "all": "<&- >&- 2>&-"}[closed]
+    line = f"exec {sys.executable} -m fastapi_singleton run nightly -- sh -c 'exit 7' {redirected}"
+    environment = {**os.environ, "FASTAPI_SINGLETON_URL": store.url}
+    assert subprocess.run(["sh", "-c", line], env=environment, timeout=60, check=False).returncode == 7
+
+
+def test_a_signal_that_is_to_be_ignored_is_not_passed_on(store: RealStore, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    line = f"trap '' HUP; exec {sys.executable} -m fastapi_singleton run nightly -- sh -c 'touch {started}; sleep 1; exit 7'"
+    wrapper = subprocess.Popen(["sh", "-c", line], env={**os.environ, "FASTAPI_SINGLETON_URL": store.url})
+    wait_for(started)
+    wrapper.send_signal(signal.SIGHUP)
+    assert wrapper.wait(30) == 7
+
+
 async def test_status_shows_a_running_fleet_and_leaves_no_trace(store: RealStore) -> None:
     singleton = Singleton(url=store.url, name="shop", lease=2.0)
     async with singleton.lifespan():

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from fastapi_singleton.backends import find_store
-from fastapi_singleton.backends.sqlite import SqliteStore
+from fastapi_singleton.backends.sqlite import SqliteStore, database
 from fastapi_singleton.backends.sqlite.backend import SqliteBackend
 from fastapi_singleton.errors import ConfigurationError
 from fastapi_singleton.records import Entry, JobView, Run, Term, Verdict, Worker
 from fastapi_singleton.timing import Timing
+from fastapi_singleton.wrapping import Wrapped, run
 
 from ..conftest import eventually
 from ..stores.sqlite import LEADER, Open, RealSqlite, another_process, elected, open_workers
@@ -245,3 +246,16 @@ async def test_every_worker_sees_the_same_fleet(worker: Open) -> None:
     assert await leader.renew(term)
     assert len(leader.fleet.workers) == 1
     assert {level for level, _, _ in await visitor.examine()} <= {"ok", "warning"}
+
+
+async def test_a_run_from_when_the_clock_was_ahead_does_not_stand_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = find_store(f"sqlite:///{tmp_path}/clock.sqlite3", None)
+    wrapped = Wrapped("default", "nightly", ["true"], busy_exit_code=75)
+    with monkeypatch.context() as ahead:
+        ahead.setattr(database, "wall_clock", lambda: datetime.now(UTC) + timedelta(days=365))
+        assert await run(store, wrapped) == 0
+        assert await run(store, wrapped) == 75
+    assert await run(store, wrapped) == 0
+    assert await run(store, wrapped) == 75
