@@ -218,6 +218,8 @@ async def test_a_task_that_fails_when_it_is_cancelled_is_not_started_again(store
     @singleton.task
     async def fails_to_tidy_up() -> None:
         starts.append(singleton.is_leader)
+        if len(starts) > 1:
+            return  # or the process would never end
         try:
             await asyncio.Event().wait()
         finally:
