@@ -177,7 +177,9 @@ class Ledger:
             again = await self._backend.enter([entries[i] for i in crowds], beside)
             answers.update(zip(crowds, again, strict=True))
             crowds = _crowds(answers)
-        if crowds:
+        # A repeat is tried again until there is room; a row would use it up.
+        answers.update((i, Verdict.FULL) for i in crowds if entries[i].cause == "rerun")
+        if crowds := _crowds(answers):
             skipped = await self._backend.enter([_as_skipped(entries[i], crowd) for i, crowd in crowds.items()])
             answers.update(
                 (i, Verdict.FULL if verdict is Verdict.WRITTEN else verdict)

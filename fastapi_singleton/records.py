@@ -157,7 +157,7 @@ class Verdict(Enum):
     PRUNED = "pruned"  # so old that a row for it may have been deleted
     EARLY = "early"  # not yet due by the store's clock: ask again
     LOST = "lost"  # the term is over
-    FULL = "full"  # entered as skipped: as many runs of the job were alive as may be
+    FULL = "full"  # as many runs of the job were alive as may be: entered as skipped, but for a repeat
 
 
 @dataclass(frozen=True)

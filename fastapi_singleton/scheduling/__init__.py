@@ -5,6 +5,7 @@ names.py       what each job is called in the whole fleet
 gate.py        between a tick and its run: trusted term? → claim → run → how it ended
 guard.py       stands before each executor and sends its calls through the gate
 looking.py     which jobs are due, by the store's clock
+repeating.py   runs cut short by a crash, made again
 settling.py    one job at the beginning of a term
 succession.py  from leader to leader: what is caught up on, swept, repeated, forgotten
 duties.py      what a leader does with the scheduler: start, pause, drain, stop

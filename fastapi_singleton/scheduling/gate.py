@@ -37,6 +37,7 @@ class NotRun(Enum):
     TAKEN = "it has been run or accounted for"
     TOO_LATE = "it is older than it may be"
     FULL = "as many runs of it are alive as max_instances allows"
+    NOT_YET = "it waits for room beside the job's other runs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,11 @@ class Due:
 class Submission(Protocol):
     """Ticks of a job on their way through an executor."""
 
+    key: str
+
     @property
-    def owed(self) -> tuple[str, datetime]: ...
+    def waiting(self) -> Sequence[Due]:
+        """The ticks that have no verdict yet."""
 
 
 class Gate:
@@ -87,14 +91,11 @@ class Gate:
         """How many submissions have calls yet to make."""
         return len(self._submissions)
 
-    def owed(self) -> dict[str, datetime]:
-        """The oldest tick of each job that waits for its slot or its verdict, perhaps for long: it may have no row yet."""
+    def without_verdict(self) -> set[tuple[str, datetime, int]]:
+        """Jobs, ticks and attempts that wait for their slot or verdict, perhaps for long: they may have no row yet."""
         with self._changing:
             submissions = tuple(self._submissions)
-        oldest: dict[str, datetime] = {}
-        for key, tick in (submission.owed for submission in submissions):
-            oldest[key] = min(tick, oldest.get(key, tick))
-        return oldest
+        return {(each.key, due.tick, due.attempt) for each in submissions for due in each.waiting}
 
     def waiting(self, key: str) -> int:
         """How many submissions of the job wait for a slot or a verdict: whether they run at all is yet to be seen."""
@@ -157,7 +158,7 @@ class Gate:
             case Verdict.TAKEN | Verdict.PRUNED:
                 return _not_run(job, due, NotRun.TAKEN)
             case Verdict.FULL:
-                return _not_run(job, due, NotRun.FULL)
+                return _not_run(job, due, NotRun.FULL if due.cause != "rerun" else NotRun.NOT_YET)
             case _:
                 return _not_run(job, due, NotRun.REFUSED)
 
@@ -243,7 +244,7 @@ class Recorded:
 
 
 def _not_run(job: Any, due: Due, why: NotRun) -> NotRun:
-    level = logging.DEBUG if why is NotRun.TAKEN else logging.WARNING
+    level = logging.DEBUG if why in (NotRun.TAKEN, NotRun.NOT_YET) else logging.WARNING
     logger.log(level, "Job %s due at %s was not run: %s", job.id, due.tick, why.value, extra={"job": job.id})
     return why
 

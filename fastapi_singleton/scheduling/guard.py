@@ -43,18 +43,18 @@ class _Submission:
     """
 
     __slots__ = (
-        "_call", "_due", "_func", "_gate", "_job", "_jobstore_alias", "_key", "_left", "args", "id", "kwargs",
+        "_call", "_due", "_func", "_gate", "_job", "_jobstore_alias", "_told", "args", "id", "key", "kwargs",
         "max_instances", "misfire_grace_time",
     )  # fmt: skip
 
     def __init__(self, gate: Gate, key: str, job: Any, due: Sequence[Due], call: _Calling | None) -> None:
         self._gate = gate
-        self._key = key
+        self.key = key
         self._job = job
         # Kept apart from the job, which may be modified while this waits for its slot.
         self._func = job.func
         self._due = due
-        self._left = len(due)
+        self._told = 0  # for how many of them the gate has given its verdict
         self._call = call
         # Lateness is judged by the claim; judged by APScheduler, a tick would vanish without our knowing.
         self.misfire_grace_time = None
@@ -80,7 +80,10 @@ class _Submission:
 
     async def _run(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            claimed = await self._gate.admit(self._key, self._job, self._due[-self._left])
+            try:
+                claimed = await self._gate.admit(self.key, self._job, self._due[self._told])
+            finally:
+                self._told += 1
             if isinstance(claimed, NotRun):
                 return claimed
             with self._gate.recorded(claimed):
@@ -91,7 +94,10 @@ class _Submission:
     def _run_in_slot(self, *args: Any, **kwargs: Any) -> Any:
         assert self._call is not None
         try:
-            claimed = self._gate.admit_from_thread(self._key, self._job, self._due[-self._left])
+            try:
+                claimed = self._gate.admit_from_thread(self.key, self._job, self._due[self._told])
+            finally:
+                self._told += 1
             if isinstance(claimed, NotRun):
                 return claimed
             with self._gate.recorded(claimed) as run:
@@ -101,20 +107,19 @@ class _Submission:
 
     def _made(self) -> None:
         """One of the calls has been made, or is not to be. They follow each other, so that no lock is needed."""
-        self._left -= 1
-        if self._left == 0:
-            self._gate.done(self._key, self)
+        if not self.waiting:
+            self._gate.done(self.key, self)
 
     @property
-    def owed(self) -> tuple[str, datetime]:
-        """The oldest tick that may yet lack a row, and of which job."""
-        return self._key, min(due.tick for due in self._due[-self._left :])
+    def waiting(self) -> Sequence[Due]:
+        """The ticks that have no verdict yet."""
+        return self._due[self._told :]
 
     def withdraw(self) -> None:
         """None of the calls will be made."""
-        if self._left > 0:
-            self._left = 0
-            self._gate.done(self._key, self)
+        if self.waiting:
+            self._told = len(self._due)
+            self._gate.done(self.key, self)
 
 
 class _AsyncIOThreads(AsyncIOExecutor):  # type: ignore[misc]

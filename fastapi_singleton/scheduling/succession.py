@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -17,13 +18,13 @@ from apscheduler.executors.base import MaxInstancesReachedError
 from ..backends import Backend
 from ..catching_up import INSTANT, fingerprint
 from ..errors import StoreError
-from ..jobs import policy_of
 from ..ledger import Ledger, give_up_the_gone
-from ..records import MOST_ATTEMPTS, Entry, JobChange, JobState, Term
+from ..records import Entry, JobChange, JobState, Term
 from ..timing import boot_clock
 from . import stock
 from .gate import Due, Gate
 from .guard import Guard
+from .repeating import Repeating
 from .settling import Settling
 
 logger = logging.getLogger("fastapi_singleton")
@@ -54,17 +55,18 @@ class Succession:
         self._keep_runs = keep_runs
         self._settling = settling
         self._is_steady = is_steady
-        self._dates = dates  # jobs of one tick, defined by the application, whose cut-short runs are to be repeated
         self._racing = racing
         self._owes = False  # the take-over has yet to be done
         self._started_at: datetime | None = None
         self._paused: dict[str, bool] = {}  # as the fleet was told
         self._triggers: dict[str, Any] = {}
         self._removed: set[str] = set()
-        self._repeating: set[tuple[str, datetime, int]] = set()
+        self._repeating = Repeating(gate, backend, ledger, self._jobs, dates, self._submit)
         self._tidied_at = self._settled_at = 0.0
         self._term: Term | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._work: asyncio.Task[None] | None = None  # taking over, or looking after
+        self._repeats: asyncio.Task[None] | None = None
 
     def begin(self, term: Term, started_at: datetime | None) -> None:
         """A term begins. `started_at` tells when the scheduler was started for it, by the store's clock, and is None if it
@@ -73,10 +75,9 @@ class Succession:
         if started_at is not None:
             self._paused.clear()
             self._removed.clear()
-        self._repeating.clear()
         self._tidied_at = 0.0
         self._owes, self._started_at = True, started_at
-        self._start(self._take_over(term, started_at))
+        self._work = self._start(self._take_over(term, started_at))
 
     def end(self) -> None:
         """The term is over: nothing more begins under it."""
@@ -89,9 +90,10 @@ class Succession:
         for task in self._tasks:
             task.cancel()
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         self._tasks = [task for task in self._tasks if not task.done()]
-        self._tasks.append(asyncio.create_task(work))
+        self._tasks.append(task := asyncio.create_task(work))
+        return task
 
     async def _ask(self, term: Term, asking: Awaitable[Answer]) -> Answer:
         """The answer, unless the term is over by the time it comes."""
@@ -105,12 +107,10 @@ class Succession:
         for task in self._tasks:
             if task.done() and not task.cancelled() and (error := task.exception()):
                 raise error
-        if self._term is not None and all(task.done() for task in self._tasks):
-            if self._owes:
-                # The store failed in the middle of it, and this worker's part went on: in a race there is no term to lose.
-                self._start(self._take_over(self._term, self._started_at))
-            else:
-                self._start(self._look_after(self._term))
+        if self._term is not None and self._work is not None and self._work.done():
+            # Owed: the store failed in the middle of it, and this worker's part went on: in a race there is no term to lose.
+            work = self._take_over(self._term, self._started_at) if self._owes else self._look_after(self._term)
+            self._work = self._start(work)
 
     def removed(self, key: str) -> None:
         """The application removed a job."""
@@ -119,7 +119,7 @@ class Succession:
 
     def hurry(self) -> None:
         """The application did something to a job: the fleet is told now, or at the next renewal."""
-        if self._term is not None and all(task.done() and not task.cancelled() for task in self._tasks):
+        if self._term is not None and self._work is not None and self._work.done() and not self._work.cancelled():
             self.go_on()
 
     # -- taking over -------------------------------------------------------------------------------------------------
@@ -254,7 +254,9 @@ class Succession:
         wait, and have no row before they are claimed."""
         self._settled_at = boot_clock()
         since = {key: now - timedelta(seconds=self._gate.latest_start(job)) for key, job in jobs.items()}
-        since |= {key: min(tick - INSTANT, since[key]) for key, tick in self._gate.owed().items() if key in since}
+        for key, tick, _ in self._gate.without_verdict():
+            if key in since:
+                since[key] = min(tick - INSTANT, since[key])
         await self._note(term, [JobChange(key, since=moment) for key, moment in since.items()])
 
     async def _heed(self, term: Term, jobs: dict[str, Any]) -> None:
@@ -276,7 +278,8 @@ class Succession:
         """Give up the runs of workers that are gone, repeat those whose policy says so, forget what is old."""
         self._tidied_at = boot_clock()
         await self._sweep(term)
-        await self._repeat(term)
+        if self._repeats is None or self._repeats.done():
+            self._repeats = self._start(self._repeat(term))
         if boot_clock() - self._settled_at >= _SETTLE_EVERY:
             # Twice as late as any tick may start: one that was refused on its way has a row by then.
             jobs = self._jobs()
@@ -284,31 +287,19 @@ class Succession:
             await self._note_settled(term, jobs, self._backend.now() - timedelta(seconds=late))
         await self._ask(term, self._backend.prune(term, self._keep_runs))
 
+    async def _repeat(self, term: Term) -> None:
+        try:
+            await self._repeating.run(term, partial(self._ask, term))
+        except StoreError:
+            logger.debug("The term ended while runs were being repeated")
+        except Exception:
+            logger.exception("Runs that were cut short could not be repeated")  # a job store that is away, say
+
     async def _sweep(self, term: Term) -> None:
         if not self._is_steady():
             return  # after the store was away nobody has been seen for a while, and it need not mean anything
         if given_up := await self._ask(term, give_up_the_gone(self._backend, term)):
             logger.warning("%d run(s) of workers that are gone were given up", given_up)
-
-    async def _repeat(self, term: Term) -> None:
-        jobs = {key: job for key, job in self._jobs().items() if policy_of(job.func).on_crash == "rerun"}
-        # A date has left the scheduler by the time its run is cut short; unless it was removed by the application, the
-        # definition is enough to run it again.
-        spent = {key: job for key, job in self._dates.items() if key not in jobs}
-        for key, state in (await self._ask(term, self._backend.recall(term, list(spent)))).items() if spent else ():
-            if not (state.removed or state.paused):
-                jobs[key] = spent[key]
-        if not jobs:
-            return
-        within = max(self._gate.latest_start(job) for job in jobs.values())
-        for cut in await self._ask(term, self._backend.cut(term, list(jobs), MOST_ATTEMPTS, within)):
-            attempt = cut.job, cut.tick, cut.attempt + 1
-            if attempt in self._repeating:
-                continue
-            job = jobs[cut.job]
-            latest = cut.found_at + timedelta(seconds=self._gate.latest_start(job))
-            if self._submit(job, [Due(cut.tick, cut.attempt + 1, "rerun", latest)]):
-                self._repeating.add(attempt)
 
 
 def _chunks(items: Iterable[Any], size: int = 200) -> Iterable[list[Any]]:
