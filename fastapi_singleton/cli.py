@@ -132,7 +132,7 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.name, arguments.job, arguments.cmd, arguments.lease, arguments.wait, arguments.min_gap,
         arguments.busy_exit_code,
     )  # fmt: skip
-    return asyncio.run(run(_store(arguments), wrapped))
+    return run(_store(arguments), wrapped)
 
 
 def _with_backend(arguments: argparse.Namespace, use: Callable[[Backend], Coroutine[Any, Any, Any]]) -> Any:

@@ -24,14 +24,15 @@ _UNNAMED = 10  # times that a lock is tried for whose holder cannot be named
 
 
 class Lock:
-    """A lock in hand. Look at `lost` before each step that must not be done twice; `token` grows with every holder."""
+    """A lock in hand. Look at `lost` before each step that must not be done twice; `token` grows with every holder. Unless it
+    is renewed meanwhile it is lost at `trusted_until`, by the boot's clock."""
 
     def __init__(self, backend: Backend, term: Term, timing: Timing, sent: float, clock: Callable[[], float]) -> None:
         self._backend = backend
         self._term = term
         self._timing = timing
         self._clock = clock
-        self._trusted_until = sent + timing.trust
+        self.trusted_until = sent + timing.trust
         self._lost = asyncio.Event()
 
     @property
@@ -41,7 +42,7 @@ class Lock:
     @property
     def lost(self) -> bool:
         """Whether somebody else may hold it by now. Once true, it stays so."""
-        if not self._lost.is_set() and self._clock() >= self._trusted_until:
+        if not self._lost.is_set() and self._clock() >= self.trusted_until:
             self._lost.set()
         return self._lost.is_set()
 
@@ -49,7 +50,7 @@ class Lock:
         """Until the lock is lost, or may be."""
         while not self.lost:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._lost.wait(), max(0.001, self._trusted_until - self._clock()))
+                await asyncio.wait_for(self._lost.wait(), max(0.001, self.trusted_until - self._clock()))
 
     async def keep(self) -> None:
         """Renew until it is lost or this is cancelled. A lost lock is never renewed back."""
@@ -72,7 +73,7 @@ class Lock:
             if not kept or self.lost:
                 logger.warning("The lock %s was lost: the store has ended it", self._term.name)
                 break
-            self._trusted_until = sent + self._timing.trust
+            self.trusted_until = sent + self._timing.trust
 
     async def release(self) -> None:
         """Let go of it; at once for everybody who waits, if the store can be told. One that is lost may be free by now, and

@@ -4,8 +4,8 @@ The named lock keeps a second command from starting while one runs; the ledger k
 one has ended, on a host whose clock is a little behind. Both ask the store's clock, never a host's.
 
 The command must not outlive the lock. It is a session of its own, signalled as a whole; if the lock is lost it is told to stop,
-and killed when the lease is over at the latest; if this process is killed, the kernel kills the command (on Linux; what that
-has started itself is beyond its reach).
+and killed when the lease is over at the latest. If this process is killed or stands still, a guardian does that (and for the
+command itself, should the guardian be gone too, the kernel: on Linux).
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from .backends import Backend, Store
 from .errors import LockHeldError, StoreError
+from .guardian import Guardian
 from .ledger import open_ledger
 from .locks import Lock, hold, lock_name
 from .records import UNBEGUN, Ending, Entry, RunView, Verdict, Worker
@@ -48,12 +49,21 @@ class Wrapped:
     busy_exit_code: int = 0
 
 
-async def run(store: Store, wrapped: Wrapped) -> int:
+def run(store: Store, wrapped: Wrapped) -> int:
     """The exit code: the command's own, or `busy_exit_code` if it was not run."""
+    guardian = Guardian.fork()
+    try:
+        return asyncio.run(run_guarded(store, wrapped, guardian))
+    finally:
+        guardian.dismiss()
+
+
+async def run_guarded(store: Store, wrapped: Wrapped, guardian: Guardian) -> int:
+    """The same, on an event loop; the guardian was forked before it."""
     timing = Timing(wrapped.lease)
     try:
         async with hold(store, lock_name(wrapped.name, "run", wrapped.job), timing, wrapped.wait) as lock:
-            return await _run_locked(store, wrapped, timing, lock)
+            return await _run_locked(store, wrapped, timing, lock, guardian)
     except LockHeldError as held:
         _say(f"{wrapped.job} {await _first(store, wrapped, timing, held)}; not run here.")
         return wrapped.busy_exit_code
@@ -80,7 +90,7 @@ async def _first(store: Store, wrapped: Wrapped, timing: Timing, held: LockHeldE
     return f"is being run by {held.holder or 'another worker'}"
 
 
-async def _run_locked(store: Store, wrapped: Wrapped, timing: Timing, lock: Lock) -> int:
+async def _run_locked(store: Store, wrapped: Wrapped, timing: Timing, lock: Lock, guardian: Guardian) -> int:
     async with open_ledger(store, wrapped.name, timing) as (backend, ledger):
         now = backend.now()
         if reason := _too_soon(await _runs(backend, wrapped), now, wrapped.min_gap, alone=True):
@@ -97,7 +107,7 @@ async def _run_locked(store: Store, wrapped: Wrapped, timing: Timing, lock: Lock
             _say(f"{wrapped.job} has just been run by somebody else; not run here.")
             return wrapped.busy_exit_code
         began = boot_clock()
-        code, error = await _command(wrapped.command, entry, lock, grace=timing.margin)
+        code, error = await _command(wrapped.command, entry, lock, guardian, grace=timing.margin)
         ledger.end(Ending(entry, "failed" if error else "succeeded", boot_clock() - began, error))
         return code
 
@@ -133,7 +143,9 @@ async def _before(lock: Lock, asking: Awaitable[Answer]) -> Answer | None:
         await asyncio.gather(asked, lost, return_exceptions=True)
 
 
-async def _command(command: Sequence[str], entry: Entry, lock: Lock, grace: float) -> tuple[int, str | None]:
+async def _command(
+    command: Sequence[str], entry: Entry, lock: Lock, guardian: Guardian, grace: float
+) -> tuple[int, str | None]:
     """Run the command to its end, pass signals on to it, and stop it if the lock is lost."""
     environment = {
         **os.environ,
@@ -143,14 +155,19 @@ async def _command(command: Sequence[str], entry: Entry, lock: Lock, grace: floa
     with _Signals() as signals:
         try:
             process = await asyncio.create_subprocess_exec(
-                *command, env=environment, start_new_session=True, preexec_fn=_die_with_parent()
-            )
+                *command, env=environment, start_new_session=True,
+                preexec_fn=_watched(guardian, lock.trusted_until + grace),
+            )  # fmt: skip
         except OSError as error:
             _say(f"{command[0]} cannot be started: {error.strerror}.")
             return CANNOT_START, f"cannot be started: {error.strerror}"
         signals.pass_on_to(process.pid)
-        code = await _before(lock, process.wait())
-        if code is None:
+        watching = asyncio.create_task(_watch(guardian, process.pid, lock, grace))
+        try:
+            code = await _before(lock, process.wait())
+        finally:
+            watching.cancel()
+        if code is None or (code == -signal.SIGKILL and lock.lost):
             _say("the lock was lost: stopping the command.")
             await _stop(process, grace)
             return 128 + signal.SIGTERM, "stopped, because its lock was lost"
@@ -159,11 +176,22 @@ async def _command(command: Sequence[str], entry: Entry, lock: Lock, grace: floa
         return code, f"exit code {code}" if code else None
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    if sys.platform != "linux":
-        return None
-    kernel = ctypes.CDLL(None)  # found before the fork, after which as little as possible should be done
-    return lambda: kernel.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+def _watched(guardian: Guardian, until: float) -> Callable[[], None]:
+    """What the command does before it begins: from its first moment on it is watched over."""
+    kernel = ctypes.CDLL(None) if sys.platform == "linux" else None  # found before the fork, after which little is safe
+
+    def before() -> None:
+        guardian.watch(os.getpid(), until)
+        if kernel is not None:
+            kernel.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+
+    return before
+
+
+async def _watch(guardian: Guardian, group: int, lock: Lock, grace: float) -> None:
+    while True:
+        guardian.watch(group, lock.trusted_until + grace)
+        await asyncio.sleep(grace)
 
 
 async def _stop(process: asyncio.subprocess.Process, grace: float) -> None:
@@ -208,4 +236,5 @@ def _signal(group: int, kind: signal.Signals) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"fastapi-singleton: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # a disk that is full, say: what happened matters more than that it is told
+        print(f"fastapi-singleton: {text}", file=sys.stderr, flush=True)

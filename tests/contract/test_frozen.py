@@ -162,10 +162,13 @@ async def test_a_command_is_not_run_by_a_wrapper_that_stood_still_before_its_cla
     assert not frozen.trace.exists()
 
 
-async def test_a_command_and_what_it_has_started_do_not_outlive_the_lock(store: RealStore, wrappers: Any) -> None:
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGTSTP])
+async def test_a_command_and_what_it_has_started_do_not_outlive_the_lock(
+    store: RealStore, wrappers: Any, how: signal.Signals
+) -> None:
     wrapper = wrappers("trap '' TERM; echo $$ >> TRACE; sh -c 'echo $$ >> TRACE; exec sleep 300'; echo done")
     pids = await wrapper.pids(2)
-    wrapper.process.send_signal(signal.SIGSTOP)
+    wrapper.process.send_signal(how)
 
     async def other_has_it() -> bool:
         other = wrappers("true")
@@ -173,16 +176,16 @@ async def test_a_command_and_what_it_has_started_do_not_outlive_the_lock(store: 
         return "being run by" not in said
 
     await eventually(other_has_it, "the end of the lease")
+    assert all(state(pid) in "XZ" for pid in pids)  # though the wrapper stands still
     wrapper.process.send_signal(signal.SIGCONT)
     assert await asyncio.to_thread(wrapper.process.wait, 60) == 128 + signal.SIGTERM
-    await eventually(lambda: all(state(pid) in "XZ" for pid in pids), "the end of the command")
 
 
-async def test_a_command_does_not_outlive_its_wrapper(store: RealStore, wrappers: Any) -> None:
-    wrapper = wrappers("echo $$ > TRACE; exec sleep 300")
-    [pid] = await wrapper.pids(1)
+async def test_a_command_and_what_it_has_started_do_not_outlive_the_wrapper(store: RealStore, wrappers: Any) -> None:
+    wrapper = wrappers("echo $$ >> TRACE; sh -c 'echo $$ >> TRACE; exec sleep 300'; echo done")
+    pids = await wrapper.pids(2)
     wrapper.process.kill()
-    await eventually(lambda: state(pid) in "XZ", "the end of the command")
+    await eventually(lambda: all(state(pid) in "XZ" for pid in pids), "the end of the command and what it has started")
 
 
 async def test_a_signal_is_passed_on_to_all_that_the_command_has_started(store: RealStore, wrappers: Any) -> None:

@@ -1,6 +1,7 @@
 """What is particular to SQLite: one host, one file, a lease by the boot's clock, and every reason to refuse or let go."""
 
 import asyncio
+import os
 import signal
 import threading
 import time
@@ -16,9 +17,10 @@ from fastapi_singleton.backends import find_store
 from fastapi_singleton.backends.sqlite import SqliteStore, database
 from fastapi_singleton.backends.sqlite.backend import SqliteBackend
 from fastapi_singleton.errors import ConfigurationError
+from fastapi_singleton.guardian import Guardian
 from fastapi_singleton.records import Entry, JobView, Run, Term, Verdict, Worker
 from fastapi_singleton.timing import Timing
-from fastapi_singleton.wrapping import Wrapped, run
+from fastapi_singleton.wrapping import Wrapped, run_guarded
 
 from ..conftest import eventually
 from ..stores.sqlite import LEADER, Open, RealSqlite, another_process, elected, open_workers
@@ -253,9 +255,11 @@ async def test_a_run_from_when_the_clock_was_ahead_does_not_stand_in_the_way(
 ) -> None:
     store = find_store(f"sqlite:///{tmp_path}/clock.sqlite3", None)
     wrapped = Wrapped("default", "nightly", ["true"], busy_exit_code=75)
+    nobody = Guardian(0, os.open(os.devnull, os.O_WRONLY))  # there are threads here: nothing may be forked
     with monkeypatch.context() as ahead:
         ahead.setattr(database, "wall_clock", lambda: datetime.now(UTC) + timedelta(days=365))
-        assert await run(store, wrapped) == 0
-        assert await run(store, wrapped) == 75
-    assert await run(store, wrapped) == 0
-    assert await run(store, wrapped) == 75
+        assert await run_guarded(store, wrapped, nobody) == 0
+        assert await run_guarded(store, wrapped, nobody) == 75
+    assert await run_guarded(store, wrapped, nobody) == 0
+    assert await run_guarded(store, wrapped, nobody) == 75
+    nobody.dismiss()
