@@ -10,6 +10,8 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -99,6 +101,22 @@ class EmbeddedPostgres:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(30)
             self._process = None
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """It goes silent, with all its connections open."""
+        assert self._process is not None
+        main = self._process.pid
+        os.kill(main, signal.SIGSTOP)  # first, so that it makes no more
+        children = [int(pid) for pid in Path(f"/proc/{main}/task/{main}/children").read_text().split()]
+        for pid in children:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in (*children, main):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     def restart(self, how: signal.Signals = signal.SIGINT) -> None:
         self.stop(how)

@@ -30,7 +30,7 @@ logger = logging.getLogger("fastapi_singleton")
 URL_VARIABLE = "FASTAPI_SINGLETON_URL"
 _DAY = 86_400.0
 _LONGEST = 36_500 * _DAY
-_LAST_REQUEST = 5.0  # what a stopping worker waits for a store that does not answer, at each step
+_LAST_REQUEST = 5.0  # what a stopping worker, at each step, and a reader wait for a store that does not answer
 
 
 class Singleton:
@@ -269,18 +269,31 @@ class Singleton:
                     "This worker is disabled (enabled=False): it asks no store.", hint="ask another worker."
                 )
             raise StoreError("The lifespan is not open.", hint="ask while the application runs.")
-        # One at a time, and never cut short: readers share the leader's connection, and must neither hold up a renewal
-        # nor leave a doubt behind that would end the term.
-        reading = asyncio.create_task(self._read(self._backend, job, limit, before))
-        return await asyncio.shield(reading)
+        away = StoreError(f"{self._store.detail} does not answer.", hint="ask again later; the status tells how it is.")
+        if self._elector is None or (self._elector.problem is not None and not self._elector.reachable):
+            raise away
+        try:
+            async with asyncio.timeout(max(_LAST_REQUEST, 2 * self._timing.request_timeout)):
+                await self._reading.acquire()
+                # One at a time, and never cut short: readers share the leader's connection, and must neither hold up a
+                # renewal nor leave a doubt behind that would end the term.
+                reading = asyncio.create_task(self._read(self._backend, job, limit, before))
+                reading.add_done_callback(self._has_read)
+                return await asyncio.shield(reading)
+        except TimeoutError:
+            raise away from None
 
     async def _read(self, backend: Backend, job: str, limit: int, before: datetime | None) -> list[RunView]:
         try:
             before = before.astimezone(UTC) if before is not None else None
         except OverflowError:  # at the very edge of time
             before = before and before.replace(tzinfo=UTC)
-        async with self._reading:
-            return await backend.runs(job, limit, before)
+        return await backend.runs(job, limit, before)
+
+    def _has_read(self, reading: "asyncio.Task[list[RunView]]") -> None:
+        self._reading.release()
+        if not reading.cancelled():
+            reading.exception()  # perhaps nobody waits for it any more
 
     def task(self, func: TaskFunction) -> TaskFunction:
         """`@singleton.task` on a coroutine function: it runs in the worker that leads and nowhere else, is cancelled when

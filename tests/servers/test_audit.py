@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from example_app.embedded import EmbeddedPostgres
 from example_app.server import Gunicorn
-from fastapi_singleton import LostLeadershipError, Singleton, current_run
+from fastapi_singleton import LostLeadershipError, Singleton, StoreError, current_run
 from fastapi_singleton.records import Entry
 
 from ..conftest import eventually
@@ -117,6 +117,19 @@ async def test_runs_are_not_shown_while_the_store_is_away_and_the_status_is(own_
         own_server.stop()
         assert (await http.get("/scheduler/jobs/job/runs")).status_code == 503
         assert (await http.get("/scheduler/status")).status_code == 200
+
+
+async def test_readers_are_told_in_bounded_time_of_a_store_that_hangs(own_server: EmbeddedPostgres) -> None:
+    singleton = Singleton(url=own_server.url, lease=2.0)
+    async with singleton.lifespan():
+        await eventually(lambda: singleton.is_leader, "an election")
+        with own_server.frozen():
+            reading = [asyncio.create_task(singleton.runs("job")) for _ in range(6)]
+            done, waiting = await asyncio.wait(reading, timeout=20)
+            assert not waiting
+            assert all(isinstance(each.exception(), StoreError) for each in done)
+            with pytest.raises(StoreError):
+                await asyncio.wait_for(singleton.runs("job"), 20)
 
 
 async def test_two_services_under_one_name_are_told_so(database: str, caplog: pytest.LogCaptureFixture) -> None:
