@@ -9,6 +9,11 @@ SingletonError
     └── UnsafeStoreError  the store answers, but leading on it could double or lose runs: refused
 """
 
+import re
+
+# In user:password@host, to the last @ there is: a password may hold any of the others.
+_PASSWORD = re.compile(r"(://[^\s:@/]*:)\S+(?=@)")
+
 
 class SingletonError(Exception):
     """Base of every error raised here. `hint` is the sentence that says what to do."""
@@ -16,6 +21,15 @@ class SingletonError(Exception):
     def __init__(self, message: str, *, hint: str) -> None:
         super().__init__(f"{message} Hint: {hint}")
         self.hint = hint
+
+
+def described(error: BaseException, longest: int = 2000) -> str:
+    """An error of somebody else's code as it is shown and written down: without the password of a URL in it."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    return _PASSWORD.sub(r"\1***", text)[:longest]
 
 
 class ConfigurationError(SingletonError):

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from .backends import Store
-from .errors import LockHeldError
+from .errors import LockHeldError, described
 from .jobs import enter_run, leave_run
 from .ledger import Ledger, open_ledger
 from .locks import hold, lock_name
@@ -49,7 +49,7 @@ async def _run(ledger: Ledger, entry: Entry, timing: Timing, func: Callable[[], 
         if inspect.isawaitable(result):
             await result
     except BaseException as error:
-        ending = Ending(entry, "failed", 0.0, f"{type(error).__name__}: {error}"[:2000])
+        ending = Ending(entry, "failed", 0.0, described(error))
         raise
     finally:
         leave_run(token)

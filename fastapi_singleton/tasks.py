@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from .election import Duties
-from .errors import ConfigurationError
+from .errors import ConfigurationError, described
 from .records import JobView, Term
 
 logger = logging.getLogger("fastapi_singleton")
@@ -90,9 +90,7 @@ class TaskDuties(Duties):
                     return
                 failures += 1
                 logger.exception("The leader's task %s failed and will be started again", name, extra={"task": name})
-                self._states[name] = f"failed {failures} time(s), last: {type(error).__name__}: {error}"[
-                    :_LONGEST_ERROR
-                ]
+                self._states[name] = f"failed {failures} time(s), last: {described(error, _LONGEST_ERROR)}"
             else:
                 self._states[name] = "finished"
                 return

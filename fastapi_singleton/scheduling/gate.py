@@ -16,7 +16,7 @@ from enum import Enum
 from types import TracebackType
 from typing import Any, Protocol
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, described
 from ..jobs import enter_run, leave_run, policy_of
 from ..ledger import Ledger
 from ..records import UNBEGUN, Cause, Ending, Entry, Run, Term, Verdict
@@ -27,7 +27,6 @@ from .names import Names
 logger = logging.getLogger("fastapi_singleton")
 
 _DEFAULT_GRACE = 1  # APScheduler's default misfire_grace_time: nobody chose it
-_LONGEST_ERROR = 2000
 
 
 class NotRun(Enum):
@@ -239,7 +238,7 @@ class Recorded:
         elif self._gate.closing and isinstance(error, asyncio.CancelledError):
             ending = Ending(self._entry, "abandoned", seconds, "cut short: its worker stopped before it ended")
         else:
-            ending = Ending(self._entry, "failed", seconds, _describe(error))
+            ending = Ending(self._entry, "failed", seconds, described(error))
         self._gate.end(ending)
 
 
@@ -247,11 +246,3 @@ def _not_run(job: Any, due: Due, why: NotRun) -> NotRun:
     level = logging.DEBUG if why in (NotRun.TAKEN, NotRun.NOT_YET) else logging.WARNING
     logger.log(level, "Job %s due at %s was not run: %s", job.id, due.tick, why.value, extra={"job": job.id})
     return why
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:
-        text = type(error).__name__
-    return text[:_LONGEST_ERROR]

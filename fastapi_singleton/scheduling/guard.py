@@ -24,6 +24,7 @@ from apscheduler.executors.pool import ThreadPoolExecutor
 from apscheduler.util import iscoroutinefunction_partial
 
 from ..catching_up import INSTANT, MOST_MISSED, has_jitter, ticks_from
+from ..errors import described
 from ..jobs import call_as
 from ..records import Run
 from .gate import Due, Gate, NotRun
@@ -184,7 +185,7 @@ class Guard:
             self._gate.remark(job, ticks, f"max_instances={job.max_instances} runs of it were still alive")
             raise
         except Exception as error:
-            self._gate.remark(job, ticks, f"its executor did not take it ({type(error).__name__}: {error})")
+            self._gate.remark(job, ticks, f"its executor did not take it ({described(error)})")
             raise
 
     def submit(self, job: Any, due: Sequence[Due]) -> None:

@@ -94,11 +94,11 @@ async def test_a_job_that_raises_has_a_row_with_type_and_message_and_the_schedul
     leader: Leading, kind: Any
 ) -> None:
     def failing() -> None:
-        raise LookupError("no such ledger")
+        raise LookupError("no such ledger in postgresql://app:s3cr@et@db/app")
 
     await leader.lead(scheduler_with(failing, seconds=0.2, kind=kind))
     rows = await outcome(leader, "failed", count=2)
-    assert {row.error for row in rows} == {"LookupError: no such ledger"}
+    assert {row.error for row in rows} == {"LookupError: no such ledger in postgresql://app:***@db/app"}
     assert all(row.finished_at is not None for row in rows)
 
 
