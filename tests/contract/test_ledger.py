@@ -164,6 +164,18 @@ async def test_a_claim_that_nobody_waits_for_any_more_is_written_down_as_abandon
     assert [row.outcome for row in await leader.runs("job")] == ["abandoned"]
 
 
+async def test_a_claim_in_doubt_that_nobody_waits_for_any_more_does_not_stay_running(leader: Leading) -> None:
+    """This worker lives on, so that no sweep would ever give the row up, and max_instances would count it for ever."""
+
+    async def stop_waiting() -> None:
+        waiting.cancel()
+
+    leader.lose_the_next_reply(meanwhile=stop_waiting)
+    waiting = leader.ledger.enter(claim(leader))
+    await eventually(lambda: waiting.done(), "the cancellation")
+    assert [row.outcome for row in await leader.runs("job")] == ["abandoned"]
+
+
 async def test_endings_wait_for_the_store_and_odd_text_does_not_hold_them_up(leader: Leading) -> None:
     entry, other = claim(leader), claim(leader, NOW - timedelta(seconds=1))
     await judged(leader, entry, other)
@@ -204,6 +216,17 @@ async def test_a_run_given_up_too_early_is_set_right_by_its_ending(workers: Work
     assert [row.outcome for row in await frozen.runs("job")] == ["succeeded"]
 
 
+async def test_a_run_given_up_under_a_newer_term_must_not_begin_any_more(workers: Workers, store: RealStore) -> None:
+    """Its claimer was frozen between the answer and the call, and asks again: a later attempt may be running by now."""
+    frozen, new = await workers(elected=True), await workers()
+    given_up, finished = claim(frozen), claim(frozen, NOW - timedelta(seconds=1))
+    assert await judged(frozen, given_up, finished) == [Verdict.YOURS, Verdict.YOURS]
+    await frozen.backend.finish([Ending(finished, "succeeded", 1.0)])
+    await store.give_up("unit")
+    await new.take_from(frozen)()
+    assert await judged(frozen, given_up, finished) == [Verdict.LOST, Verdict.LOST]
+
+
 async def test_what_was_cut_short_is_listed_until_a_later_attempt_has_a_row(leader: Leading) -> None:
     assert leader.trusted is not None
     entry = claim(leader)
@@ -232,6 +255,30 @@ async def test_a_deleted_tick_cannot_be_claimed_again(leader: Leading) -> None:
     again = [claim(leader, old.tick), claim(leader, old.tick - timedelta(hours=1)), claim(leader, young.tick)]
     assert await judged(leader, *again) == [Verdict.PRUNED, Verdict.PRUNED, Verdict.TAKEN]
     assert await judged(leader, claim(leader, NOW - timedelta(days=2))) == [Verdict.YOURS]
+
+
+async def test_a_deleted_tick_stays_so_when_an_older_run_ends_and_is_deleted_after_it(leader: Leading) -> None:
+    term = leader.trusted
+    assert term is not None
+    old, older_running = (claim(leader, NOW - timedelta(days=days)) for days in (3, 4))
+    await judged(leader, old, older_running)
+    await leader.backend.finish([Ending(old, "succeeded", 0.0)])
+    assert await leader.backend.prune(term, 2 * 86_400) == 1
+    await leader.backend.finish([Ending(older_running, "succeeded", 0.0)])
+    assert await leader.backend.prune(term, 2 * 86_400) == 1
+    assert await judged(leader, claim(leader, old.tick)) == [Verdict.PRUNED]
+
+
+async def test_a_tick_of_a_race_cannot_be_claimed_again_though_nobody_ever_led(workers: Workers) -> None:
+    """Where nothing holds the floor yet, nothing may be deleted."""
+    racer = await workers()
+    await racer.backend.attend()
+    old = Entry("unit", "job", NOW - timedelta(days=3))
+    assert await judged(racer, old) == [Verdict.YOURS]
+    await racer.backend.finish([Ending(old, "succeeded", 0.0)])
+    await racer.backend.prune(Term.race("unit", racer.worker.worker), 86_400)
+    [verdict] = await judged(racer, Entry("unit", "job", old.tick))
+    assert verdict in (Verdict.TAKEN, Verdict.PRUNED)
 
 
 async def test_a_job_is_remembered_from_its_first_meeting_until_its_schedule_changes(leader: Leading) -> None:

@@ -15,6 +15,7 @@ from fastapi_singleton.backends.postgres.schema import MIGRATIONS
 from fastapi_singleton.errors import ConfigurationError, LostLeadershipError
 from fastapi_singleton.records import Ending, Entry, JobView, Run, Verdict
 
+from ..conftest import eventually
 from ..leading import Leading, leading
 from .test_ledger import NOW, claim, judged, token
 
@@ -62,6 +63,35 @@ async def test_a_session_that_met_an_empty_ledger_is_quick_when_there_are_thousa
             # Cut short by the server, at a quarter of the lease, if it takes a look at each row for each of them.
             assert {*await worker.backend.enter(entries)} == {Verdict.YOURS}
             assert not await worker.backend.finish([Ending(entry, "succeeded", 0.0) for entry in entries])
+
+
+async def test_an_election_waits_for_a_claim_that_is_under_way(leader: Leading, database: str, admin: Any) -> None:
+    """Or the claim, refused when it is sent again under the newer term, could come through after that, and nobody runs it."""
+    entry = claim(leader)
+    leader.backend.forfeit()  # on its next session a claim has no lock that would keep others from leading
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+
+    async def are_waiting(count: int) -> bool:
+        return bool(await admin.fetchval(waiting) == count)
+
+    async with leading(database) as successor:
+        holder = await asyncpg.connect(database)
+        await holder.execute("BEGIN")
+        # A row that may still come keeps the claim in the middle of its statement.
+        await holder.execute(
+            "INSERT INTO fastapi_singleton.run (name, job, tick, attempt, id, nonce, outcome, cause, worker)"
+            " VALUES ('unit', 'job', $1, 1, '', '', 'running', 'schedule', '')", NOW,
+        )  # fmt: skip
+        claiming = asyncio.create_task(judged(leader, entry))
+        await eventually(lambda: are_waiting(1), "the claim in its statement")
+        electing = asyncio.create_task(successor.elect())
+        try:
+            await eventually(lambda: electing.done() or are_waiting(2), "the election")
+            assert not electing.done()
+        finally:
+            await holder.close()
+        assert await claiming == [Verdict.YOURS]
+        assert (await electing).token > (entry.token or 0)
 
 
 # -- the fence -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,16 @@ from typing import Any
 import pytest
 from apscheduler.events import EVENT_JOB_MAX_INSTANCES, EVENT_JOB_SUBMITTED
 from apscheduler.executors.debug import DebugExecutor
-from apscheduler.executors.pool import ProcessPoolExecutor
+from apscheduler.executors.pool import ProcessPoolExecutor, ThreadPoolExecutor
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.schedulers.background import BackgroundScheduler
 
 from fastapi_singleton import ConfigurationError, NoRunError, current_run, job_policy
-from fastapi_singleton.records import run_id
+from fastapi_singleton.records import UNBEGUN, run_id
 
 from ..conftest import eventually
 from ..leading import Leading
+from ..stores import RealStore
 from .ticking import (
     Workers,
     look,
@@ -194,3 +196,61 @@ async def test_a_coroutine_cut_short_by_the_end_is_abandoned_and_a_thread_stays_
     assert "cut short" in str(row.error)
     assert [row.outcome for row in await leader.runs("thread")] == ["running"]
     release.set()
+
+
+async def test_what_waits_for_its_slot_when_the_worker_stops_is_left_to_the_next_leader(leader: Leading) -> None:
+    started, release = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        started.set()
+        release.wait(30)
+
+    scheduler = scheduler_with(slow, "date", BackgroundScheduler, run_date=soon(), id="slow")
+    scheduler.add_executor(ThreadPoolExecutor(1), "default")
+    duties = await leader.lead(scheduler)
+    await eventually(started.is_set, "the only slot's taking")
+    scheduler.add_job(look, "date", run_date=soon(), id="job")
+    await eventually(lambda: duties._gate.under_way == 2, "a job that waits for the slot")
+    duties.lay_down()  # the term is still renewed while running jobs are waited for
+    release.set()
+    assert await duties.drain(30) == 0
+    assert [row.outcome for row in await leader.runs("slow")] == ["succeeded"]
+    assert await leader.runs("job") == []
+    assert seen == []
+
+
+@pytest.mark.parametrize("given_up", [True, False])
+async def test_a_worker_that_stood_still_before_the_call_runs_only_what_nobody_has_given_up(
+    leader: Leading, store: RealStore, given_up: bool
+) -> None:
+    enter = leader.backend.enter
+
+    async def stand_still(entries: Any) -> Any:
+        leader.backend.enter = enter
+        verdicts = await enter(entries)
+        leader.trusted = None
+        if given_up:
+            await store.give_up("unit")
+        return verdicts
+
+    duties = await leader.lead(scheduler_with(look))
+    leader.backend.enter = stand_still
+    duties.scheduler.add_job(look, "date", run_date=soon(), id="late")
+    [row] = await outcome(leader, "abandoned", "succeeded", job="late")
+    assert await duties.drain(30) == 0
+    assert len(seen) == (0 if given_up else 1)
+    # Once it is known that it never began, it counts no longer as alive.
+    [row] = await leader.runs("late")
+    assert (row.outcome, row.error) == (("abandoned", UNBEGUN) if given_up else ("succeeded", None))
+
+
+async def test_a_tick_that_comes_up_before_the_stores_clock_allows_is_waited_for(workers: Workers) -> None:
+    leader = await workers(lease=2.0)
+    duties = await leader.lead(scheduler_with(look))
+    told, heard = leader.backend._clock
+    leader.backend._clock = told + timedelta(seconds=5), heard  # as if the store's clock had been set back since
+    due = datetime.now(UTC) + timedelta(seconds=leader.timing.lease + 0.5)
+    duties.scheduler.add_job(look, "date", run_date=due, id="early")
+    await eventually(lambda: duties._gate.under_way, "its submission")
+    [row] = await outcome(leader, "succeeded", job="early")
+    assert row.scheduled_for == due

@@ -235,6 +235,38 @@ async def test_a_date_in_a_shared_store_is_not_lost_with_the_leader_that_was_abo
     await eventually(lambda: duties.scheduler.get_jobs() == [], "its removal, now that it is in the ledger")
 
 
+async def test_a_date_in_a_shared_store_is_not_taken_from_the_leader_that_is_to_run_it(
+    workers: Workers, tmp_path: Path
+) -> None:
+    def scheduler() -> Any:
+        return BackgroundScheduler(
+            timezone="UTC", jobstores={"default": SQLAlchemyJobStore(f"sqlite:///{tmp_path}/jobs")}
+        )
+
+    first, second = await workers(lease=1.0), await workers(lease=1.0)
+    due = soon()
+    duties = await first.lead(scheduler())
+    duties.scheduler.add_job(look, "date", run_date=due, id="job")
+    enter = first.backend.enter
+    refused = asyncio.Event()
+
+    async def claim_too_late(entries: Any) -> Any:
+        first.backend.enter = enter
+        await second.take_from(first)()
+        verdicts = await enter(entries)
+        refused.set()
+        return verdicts
+
+    first.backend.enter = claim_too_late
+    await asyncio.wait_for(refused.wait(), 30)
+    await eventually(lambda: duties._gate.under_way == 0, "the end of the refused call")
+    await first.die()
+    await second.lead(scheduler())
+    [row] = await outcome(second, "succeeded")
+    assert row.scheduled_for == due
+    assert len(seen) == 1
+
+
 async def test_of_two_jobs_with_one_name_the_second_is_refused_alone(leader: Leading) -> None:
     scheduler = AsyncIOScheduler(timezone="UTC")
     for seconds in (1, 2):
