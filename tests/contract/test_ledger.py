@@ -206,6 +206,16 @@ async def test_runs_of_workers_that_are_gone_are_given_up_and_no_others(workers:
     assert outcomes == {entries[0].tick: "abandoned", entries[1].tick: "running"}
 
 
+async def test_a_leader_does_not_give_up_its_own_runs_though_it_stood_still(leader: Leading, store: RealStore) -> None:
+    """Frozen between its renewal and its sweep, it knows best that its runs go on."""
+    entry = claim(leader)
+    await judged(leader, entry)
+    await store.unsee("unit", leader.worker.worker)
+    assert await leader.backend.unseen(leader.trusted) == {}
+    assert await leader.backend.sweep(leader.trusted) == 0
+    assert await judged(leader, entry) == [Verdict.YOURS]
+
+
 async def test_a_run_given_up_too_early_is_set_right_by_its_ending(workers: Workers, store: RealStore) -> None:
     frozen = await workers(elected=True)
     entry = claim(frozen)

@@ -13,10 +13,11 @@ import pytest
 
 from fastapi_singleton.backends.postgres.schema import MIGRATIONS
 from fastapi_singleton.errors import ConfigurationError, LostLeadershipError
-from fastapi_singleton.records import Ending, Entry, JobView, Run, Verdict
+from fastapi_singleton.records import GONE, SILENT, Ending, Entry, JobView, Run, Verdict
 
 from ..conftest import eventually
 from ..leading import Leading, leading
+from ..stores.postgres import RealPostgres
 from .test_ledger import NOW, claim, judged, token
 
 
@@ -129,6 +130,33 @@ async def test_the_fence_of_a_frozen_worker_does_not_hold_up_the_next_election(
         term = await next_one.elect()
         assert term.token > (entry.token or 0)
         assert await next_one.backend.renew(term)
+
+
+async def test_the_fence_of_a_worker_that_is_gone_does_not_hold_up_the_sweep(
+    leader: Leading, database: str, admin: Any
+) -> None:
+    """A sweep that waited for the row would be cut short by the server, and cost every leader its term."""
+    store = RealPostgres(database)
+    held, free = claim(leader), claim(leader, NOW - timedelta(seconds=1))
+    await judged(leader, held, free)
+    await leader.die()
+    async with leading(database) as successor:
+        term = await successor.elect()
+        await store.unsee("unit", leader.worker.worker)
+        async with admin.transaction():
+            await successor.store.fence(admin, "unit", as_run(held))
+            assert await successor.backend.sweep(term, [leader.worker.worker]) == 1
+            assert await successor.backend.renew(term)
+        assert await successor.backend.sweep(term, [leader.worker.worker]) == 1
+        async with admin.transaction():
+            # The connection of a host that has gone may stay open for hours, also after the fence has refused.
+            with pytest.raises(LostLeadershipError):
+                await successor.store.fence(admin, "unit", as_run(held))
+            assert await successor.backend.sweep(term) == 0
+            assert await successor.backend.renew(term)
+        assert {row.error for row in await successor.runs("job")} == {GONE, SILENT}
+        await successor.backend.sweep(term)
+        assert {row.error for row in await successor.runs("job")} == {GONE}
 
 
 async def test_the_fence_says_when_it_cannot_protect(leader: Leading, admin: Any, server_url: str) -> None:

@@ -103,6 +103,19 @@ async def test_tokens_grow_with_every_term_whatever_became_of_the_lease(worker: 
     assert (await elected(first)).token > tokens[-1]
 
 
+@pytest.mark.parametrize("ahead", [10**12, -(10**12)])
+async def test_a_token_exceeds_both_the_last_one_and_the_clock(
+    worker: Open, redis_store: RealRedis, ahead: int
+) -> None:
+    """The server's clock may have been set back, or the server have lost its last writes."""
+    backend = worker()
+    term = await elected(backend)
+    await backend.release(term)
+    redis_store.client.hincrby(key_of("contract", scripts.TERM), "token", ahead)
+    again = await elected(backend)
+    assert again.token == term.token + ahead + 1 if ahead > 0 else again.token >= term.token
+
+
 async def test_a_term_can_be_renewed_until_it_is_released_and_never_after(worker: Open) -> None:
     backend = worker()
     term = await elected(backend)

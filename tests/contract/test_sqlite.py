@@ -128,6 +128,17 @@ async def test_tokens_grow_with_every_term_and_a_release_keeps_them(worker: Open
     assert tokens == sorted(set(tokens))
 
 
+@pytest.mark.parametrize("ahead", [10**15, -(10**12)])
+async def test_a_token_exceeds_both_the_last_one_and_the_clock(worker: Open, real: RealSqlite, ahead: int) -> None:
+    """The clock may have been set back, or the file be a copy of long ago."""
+    backend = worker()
+    term = await elected(backend)
+    await backend.release(term)
+    real.execute("UPDATE fastapi_singleton_term SET token = token + ?", ahead)
+    again = await elected(backend)
+    assert again.token == term.token + ahead + 1 if ahead > 0 else again.token >= term.token
+
+
 async def test_a_live_holder_is_not_replaced_and_one_that_has_let_go_is(worker: Open) -> None:
     leader, standby = worker(), worker()
     term = await elected(leader)

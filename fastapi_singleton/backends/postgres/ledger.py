@@ -152,9 +152,14 @@ WHERE r.name = $1 AND r.outcome IN ('running', 'abandoned') AND (r.outcome = 'ru
 
 # Gives up runs whose worker has not been seen for a whole lease of its own; never waits for a row that somebody holds.
 SWEEP = f"""
-WITH dead AS (
-    UPDATE fastapi_singleton.run AS r SET error = '{GONE}'
+WITH doubtful AS (
+    SELECT r.job, r.tick, r.attempt FROM fastapi_singleton.run AS r
     WHERE r.name = $1 AND r.outcome = 'abandoned' AND r.error = '{SILENT}' AND r.worker <> ALL ($3::text[]) AND {_UNSEEN}
+    FOR UPDATE OF r SKIP LOCKED
+),
+dead AS (
+    UPDATE fastapi_singleton.run AS r SET error = '{GONE}'
+    FROM doubtful WHERE r.name = $1 AND r.job = doubtful.job AND r.tick = doubtful.tick AND r.attempt = doubtful.attempt
 ),
 gone AS (
     SELECT r.job, r.tick, r.attempt FROM fastapi_singleton.run AS r
