@@ -159,6 +159,18 @@ async def test_the_fence_of_a_worker_that_is_gone_does_not_hold_up_the_sweep(
         assert {row.error for row in await successor.runs("job")} == {GONE}
 
 
+async def test_the_fence_of_a_racer_does_not_hold_up_those_that_claim_the_same_tick(
+    leader: Leading, database: str, admin: Any
+) -> None:
+    """A claim that waited for the winner's transaction would be cut short by the server, and its racer's part with it."""
+    won = Entry("unit", "job", NOW)
+    await judged(leader, won)
+    async with leading(database) as racer, admin.transaction():
+        await racer.store.fence(admin, "unit", as_run(won))
+        same, another = Entry("unit", "job", NOW), Entry("unit", "another", NOW)
+        assert await judged(racer, same, another) == [Verdict.TAKEN, Verdict.YOURS]
+
+
 async def test_the_fence_says_when_it_cannot_protect(leader: Leading, admin: Any, server_url: str) -> None:
     entry = claim(leader)
     await judged(leader, entry)

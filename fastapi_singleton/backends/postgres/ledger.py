@@ -20,7 +20,8 @@ from .schema import ALIVE
 # time + lease, and there is no row for the tick and attempt, or one with the same nonce that is still running (then it is
 # the same claim, sent again). A claim after its latest start is entered as missed. One that finds as many runs alive as
 # may be is not entered, and told of them: under a term nobody else claims, so that it is enough to look; where many do, the
-# job's row is held first.
+# job's row is held first. Somebody else's row that is there already is only read: to conflict with it would be to wait for
+# whoever holds it (`fence` in an open transaction). Any other that conflicts came in after this statement's beginning.
 ENTER = f"""
 WITH clock AS MATERIALIZED (SELECT clock_timestamp() AS now),
 term AS MATERIALIZED (
@@ -48,8 +49,13 @@ asked AS MATERIALIZED (
 ),
 judged AS MATERIALIZED (
     SELECT asked.*, alive IS NOT NULL AND entered_as = 'running' AND most <= (
-        SELECT count(*) FROM json_array_elements(alive) AS run WHERE run ->> 0 <> ALL ($5::text[])) AS crowded
-    FROM asked
+               SELECT count(*) FROM json_array_elements(alive) AS run WHERE run ->> 0 <> ALL ($5::text[])) AS crowded,
+           there.nonce IS NOT NULL AS known, coalesce(there.nonce = asked.nonce AND there.outcome = 'running', false) AS mine
+    FROM asked LEFT JOIN LATERAL (
+        SELECT r.nonce, r.outcome FROM fastapi_singleton.run AS r
+        WHERE r.name = $1 AND r.job = asked.job AND r.tick = asked.tick AND r.attempt = asked.attempt
+        LIMIT 1
+    ) AS there ON true
 ),
 entered AS (
     INSERT INTO fastapi_singleton.run AS r
@@ -58,22 +64,17 @@ entered AS (
            CASE WHEN entered_as = 'running' THEN now END, CASE WHEN entered_as <> 'running' THEN now END,
            CASE WHEN entered_as = outcome THEN error
                 ELSE format('came up only %s s after its time', round(extract(epoch FROM now - tick), 1)) END
-    FROM judged WHERE NOT (lost OR pruned OR early OR crowded)
+    FROM judged WHERE NOT (lost OR pruned OR early OR crowded OR known AND NOT mine)
     ON CONFLICT (name, job, tick, attempt) DO UPDATE SET nonce = excluded.nonce
         WHERE r.nonce = excluded.nonce AND r.outcome = 'running'
     RETURNING r.nonce, r.outcome
 )
 SELECT judged.nonce, alive::text,
-       CASE WHEN entered.outcome = 'running' OR (there.nonce = judged.nonce AND there.outcome = 'running') THEN 'yours'
+       CASE WHEN entered.outcome = 'running' OR mine AND (lost OR crowded) THEN 'yours'
             WHEN entered.outcome IS NOT NULL THEN 'written'
             WHEN lost THEN 'lost' WHEN pruned THEN 'pruned' WHEN early THEN 'early'
-            WHEN crowded AND there.nonce IS NULL THEN 'full' ELSE 'taken' END AS verdict
+            WHEN crowded AND NOT known THEN 'full' ELSE 'taken' END AS verdict
 FROM judged LEFT JOIN entered USING (nonce)
-LEFT JOIN LATERAL (
-    SELECT r.nonce, r.outcome FROM fastapi_singleton.run AS r
-    WHERE (lost OR crowded) AND r.name = $1 AND r.job = judged.job AND r.tick = judged.tick AND r.attempt = judged.attempt
-    LIMIT 1
-) AS there ON true
 """
 
 # Said the other way round, or the planner, which expects no such rows, would look each ending up among all unsettled runs.
