@@ -57,8 +57,8 @@ class Leading:
         self.reopen(duties)
         return duties
 
-    def reopen(self, duties: SchedulerDuties) -> None:
-        duties.open(self.name, self.timing.lease, lambda: self.trusted, self.backend, self.ledger)
+    def reopen(self, duties: SchedulerDuties, **options: Callable[[], bool]) -> None:
+        duties.open(self.name, self.timing.lease, lambda: self.trusted, self.backend, self.ledger, **options)
         self._opened.append(duties)
 
     def lose_the_next_reply(

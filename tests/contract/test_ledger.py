@@ -188,6 +188,20 @@ async def test_endings_wait_for_the_store_and_odd_text_does_not_hold_them_up(lea
     assert rows[1].error.startswith("ValueError")
 
 
+async def test_an_ending_settles_only_the_row_of_its_own_claim_and_only_once(workers: Workers) -> None:
+    """Whoever is told that a tick is taken, and cannot know by whom, takes its claim back: the winner's goes on."""
+    leader = await workers(elected=True)
+    winner, loser = claim(leader), claim(leader)
+    assert await judged(leader, winner) == [Verdict.YOURS]
+    assert await judged(leader, loser) == [Verdict.TAKEN]
+    assert await leader.backend.finish([Ending(loser, "abandoned", 0.0)]) == set()
+    assert [row.outcome for row in await leader.backend.runs("job", 10)] == ["running"]
+    await leader.backend.finish([Ending(winner, "succeeded", 1.0)])
+    await leader.backend.finish([Ending(winner, "abandoned", 2.0)])
+    [row] = await leader.backend.runs("job", 10)
+    assert (row.outcome, row.duration_seconds) == ("succeeded", 1.0)
+
+
 # -- giving up, and its truth --------------------------------------------------------------------------------------------
 
 

@@ -179,6 +179,9 @@ async def test_the_fence_says_when_it_cannot_protect(leader: Leading, admin: Any
         await store.fence(admin, "unit", as_run(entry))
     with pytest.raises(ConfigurationError, match="asyncpg connection"):
         await store.fence(object(), "unit", as_run(entry))
+    async with admin.transaction():
+        with pytest.raises(ConfigurationError, match="no trace"):
+            await store.fence(admin, "unit", as_run(claim(leader)))  # the tick has a row, but it is not this claim's
     elsewhere = await asyncpg.connect(server_url)
     try:
         async with elsewhere.transaction():

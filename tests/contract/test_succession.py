@@ -14,6 +14,8 @@ from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.schedulers.background import BackgroundScheduler
 
 from fastapi_singleton import job_policy
+from fastapi_singleton.records import Entry, Verdict
+from fastapi_singleton.scheduling import SchedulerDuties
 
 from ..conftest import eventually
 from ..leading import Leading
@@ -174,6 +176,26 @@ async def test_a_run_cut_short_by_a_crash_is_repeated_where_the_policy_says_so(
     assert again.id != cut.id
     assert [run.attempt for run in seen] == [2]
     assert {row.outcome for row in await second.runs("skipped")} == {"abandoned"}
+
+
+async def test_runs_are_given_up_only_once_the_store_has_had_the_time_to_see_their_workers(
+    workers: Workers, store: RealStore
+) -> None:
+    """After the store was away nobody has been seen for a while, and all of them may be alive."""
+    first, second = await workers(elected=True), await workers()
+    entry = Entry("unit", "job", soon() - timedelta(seconds=1), token=first.trusted.token)
+    assert await first.backend.enter([entry]) == [Verdict.YOURS]
+    await first.die()
+    await store.unsee("unit", first.worker.worker)
+    steady: list[bool] = []
+    duties = SchedulerDuties(scheduler_with(look), 600.0, 86_400.0)
+    second.reopen(duties, is_steady=lambda: bool(steady))
+    await second.take_up(duties)
+    assert [row.outcome for row in await second.runs("job")] == ["running"]
+    steady.append(True)
+    duties.lay_down()
+    await second.take_up(duties)
+    assert [row.outcome for row in await second.runs("job")] == ["abandoned"]
 
 
 @pytest.mark.parametrize("removed", [False, True])
