@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fastapi_singleton.backends.sqlite import SqliteStore, ledger
+from fastapi_singleton.backends.sqlite import SqliteStore, database, ledger
 from fastapi_singleton.errors import ConfigurationError, StoreError, UnsafeStoreError
 from fastapi_singleton.records import Entry, Verdict
 
@@ -81,6 +81,27 @@ async def test_a_file_that_is_not_the_one_at_its_path_is_let_go_of(worker: Open,
         return
     assert (await elected(newcomer)).token >= term.token
     assert await leader.acquire() is None  # on the new file
+
+
+async def test_a_file_replaced_while_it_is_opened_is_not_taken_for_the_one_at_its_path(
+    worker: Open, real: RealSqlite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing would ever tell its worker from those on the other file: two leaders, with a ledger each."""
+    await elected(worker())
+    other = real.path.with_name("other")
+    shutil.copy(real.path, other)
+    prepare = database.ensure_schema
+
+    def prepare_and_replace(connection: sqlite3.Connection) -> None:
+        prepare(connection)
+        monkeypatch.undo()
+        os.replace(other, real.path)
+
+    monkeypatch.setattr(database, "ensure_schema", prepare_and_replace)
+    late = worker()
+    with pytest.raises(StoreError, match="deleted or replaced"):
+        await late.connect()
+    await late.connect()
 
 
 async def test_what_was_written_into_a_file_that_went_away_meanwhile_does_not_count(

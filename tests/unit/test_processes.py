@@ -37,6 +37,15 @@ def test_nothing_is_known_of_what_is_not_of_this_machine(process: str) -> None:
     assert what_is_known(process) == (False, False)
 
 
+@pytest.mark.parametrize("differs", ["boot", "namespace"])
+def test_a_process_of_another_boot_or_namespace_is_not_taken_for_dead_though_all_else_is_the_same(differs: str) -> None:
+    """Two containers may show the same boot, and the same pids; two boots may show the same namespace."""
+    boot, namespace, pid, start = identity().split("/", 3)
+    other = {"boot": boot, "namespace": namespace} | {differs: "another"}
+    for when in (start, int(start) - 1):
+        assert what_is_known(f"{other['boot']}/{other['namespace']}/{pid}/{when}") == (False, False)
+
+
 def test_nothing_is_known_of_a_process_that_the_system_hides(monkeypatch: pytest.MonkeyPatch) -> None:
     process, read = identity(), processes._read
     monkeypatch.setattr(processes, "_read", lambda path: "" if path.endswith("/stat") else read(path))
