@@ -30,6 +30,7 @@ from .ticking import (
     scheduler_with,
     seen,
     soon,
+    wait_for_a_file,
 )
 
 
@@ -110,6 +111,25 @@ async def test_a_child_that_dies_leaves_a_failed_run(leader: Leading) -> None:
     await leader.lead(scheduler)
     [row] = await outcome(leader, "failed")
     assert "BrokenProcessPool" in str(row.error)
+    scheduler._executors["default"]._pool.shutdown()
+
+
+async def test_no_tick_is_claimed_before_a_child_is_free_to_run_it(leader: Leading, tmp_path: Path) -> None:
+    """Or a kill would leave a row behind for each that waits in the pool's queue."""
+    scheduler = BackgroundScheduler(timezone="UTC", executors={"default": ProcessPoolExecutor(1)})
+    due, go = soon(), tmp_path / "go"
+    for name in ("first", "second", "third"):
+        scheduler.add_job(wait_for_a_file, "date", run_date=due, args=(str(go),), id=name)
+    duties = await leader.lead(scheduler)
+    await eventually(lambda: duties._gate.under_way == 3, "their submission")
+    await eventually(lambda: list(tmp_path.glob("go.*")), "the first child's start")
+    go.touch()
+    rows = [row for name in ("first", "second", "third") for row in await outcome(leader, "succeeded", job=name)]
+    rows.sort(key=lambda row: row.started_at or due)
+    for one, following in pairwise(rows):
+        assert one.finished_at is not None
+        assert following.started_at is not None
+        assert following.started_at >= one.finished_at
     scheduler._executors["default"]._pool.shutdown()
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from fastapi_singleton.backends.sqlite import SqliteStore, database, ledger
+from fastapi_singleton.backends.sqlite import SqliteStore, ledger
+from fastapi_singleton.backends.sqlite.schema import ensure_schema
 from fastapi_singleton.errors import ConfigurationError, StoreError, UnsafeStoreError
 from fastapi_singleton.records import Entry, Verdict
 
@@ -90,14 +91,13 @@ async def test_a_file_replaced_while_it_is_opened_is_not_taken_for_the_one_at_it
     await elected(worker())
     other = real.path.with_name("other")
     shutil.copy(real.path, other)
-    prepare = database.ensure_schema
 
     def prepare_and_replace(connection: sqlite3.Connection) -> None:
-        prepare(connection)
+        ensure_schema(connection)
         monkeypatch.undo()
         os.replace(other, real.path)
 
-    monkeypatch.setattr(database, "ensure_schema", prepare_and_replace)
+    monkeypatch.setattr("fastapi_singleton.backends.sqlite.database.ensure_schema", prepare_and_replace)
     late = worker()
     with pytest.raises(StoreError, match="deleted or replaced"):
         await late.connect()

@@ -1,6 +1,7 @@
 """Jobs, and workers that lead them, for the tests of what becomes of each tick."""
 
 import os
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,6 +31,14 @@ async def look_async() -> None:
 def look_from_a_child(path: str) -> None:
     run = current_run()
     Path(path).write_text(f"{run.id} {run.job} {run.attempt} {run.token} {os.getpid()}")
+
+
+def wait_for_a_file(path: str) -> None:
+    """In a child: until the file is there, and not for ever; another one tells that it has begun."""
+    Path(f"{path}.{os.getpid()}").touch()
+    deadline = time.monotonic() + 30
+    while not Path(path).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 @job_policy(on_crash="rerun")
