@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from fastapi.testclient import TestClient
 
 from example_app.embedded import EmbeddedPostgres
 from example_app.ports import free_port
-from fastapi_singleton import Singleton, Status
+from fastapi_singleton import Singleton, Status, current_run
 
 from ..conftest import eventually
 from ..stores import RealStore
@@ -174,6 +174,26 @@ async def test_running_jobs_finish_before_the_leadership_is_handed_over(database
     assert led_at_the_end == [True]
     await eventually(lambda: successor.is_leader, "the hand-over")
     await successor_lifespan.__aexit__(None, None, None)
+
+
+async def test_no_further_tick_begins_while_a_stopping_worker_waits_for_its_running_jobs(database: str) -> None:
+    started, release, ticks = asyncio.Event(), asyncio.Event(), []
+    scheduler = AsyncIOScheduler(timezone="UTC")
+
+    async def slow() -> None:
+        started.set()
+        await release.wait()
+
+    async def tick() -> None:
+        ticks.append(current_run().scheduled_for)
+
+    scheduler.add_job(slow, id="slow")
+    scheduler.add_job(tick, "interval", seconds=0.05, id="tick")
+    async with Singleton(scheduler, database, drain=30).lifespan():
+        await eventually(lambda: started.is_set() and ticks, "the jobs' start")
+        leaving = datetime.now(UTC)
+        asyncio.get_running_loop().call_later(0.5, release.set)
+    assert max(ticks) <= leaving
 
 
 async def test_a_disabled_singleton_does_nothing_and_says_so() -> None:
