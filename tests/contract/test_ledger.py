@@ -230,6 +230,23 @@ async def test_a_leader_does_not_give_up_its_own_runs_though_it_stood_still(lead
     assert await judged(leader, entry) == [Verdict.YOURS]
 
 
+async def test_a_run_that_outlasts_its_worker_is_not_given_up_before_the_lease_is_over(
+    workers: Workers, store: RealStore
+) -> None:
+    """A thread that the drain did not wait for: until its process is gone it may well go on."""
+    stopped, idle, leader = await workers(), await workers(), await workers(elected=True)
+    for worker in (stopped, idle):
+        await worker.backend.attend()
+    assert await judged(stopped, Entry("unit", "job", NOW)) == [Verdict.YOURS]
+    await stopped.backend.close()
+    await idle.backend.close()
+    assert await leader.backend.renew(leader.trusted)
+    assert {w.worker for w in leader.backend.fleet.workers} == {leader.worker.worker, stopped.worker.worker}
+    assert await leader.backend.sweep(leader.trusted) == 0
+    await store.unsee("unit", stopped.worker.worker)
+    assert await leader.backend.sweep(leader.trusted) == 1
+
+
 async def test_a_run_given_up_too_early_is_set_right_by_its_ending(workers: Workers, store: RealStore) -> None:
     frozen = await workers(elected=True)
     entry = claim(frozen)
