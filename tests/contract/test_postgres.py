@@ -176,6 +176,8 @@ async def test_the_lease_is_set_on_the_locks_own_session(worker: Open, admin: An
         )
     }  # fmt: skip
     assert list(shown.values()) == ["4s", "4s", "1s", "1s", "1s", "on"]
+    if session._version >= 170_000:
+        assert await session._connection.fetchval("SHOW transaction_timeout") == "4s"
     held = await admin.fetchval(
         "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND ((classid::bigint << 32) | objid::bigint) = $1",
         lock_key("contract"),

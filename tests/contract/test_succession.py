@@ -210,8 +210,9 @@ async def test_a_date_cut_short_by_a_crash_is_repeated_though_no_scheduler_has_i
         release.wait(30)
 
     due = soon()
-    await first.lead(scheduler_with(hangs, "date", run_date=due))
+    duties = await first.lead(scheduler_with(hangs, "date", run_date=due))
     await outcome(first, "running")
+    await first.go_on(duties)  # the scheduler no longer has it, and the fleet is told of what the application did
     await first.die()
     release.set()
     await store.unsee("unit", first.worker.worker)
