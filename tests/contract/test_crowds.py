@@ -152,7 +152,9 @@ async def test_a_run_given_up_for_frozen_that_ends_after_all_counts_no_more(
 
     await eventually(given_up, "the sweep")
     assert await worker.ledger.enter(claim(NEXT, token=term.token)) is Verdict.FULL
-    await other.backend.finish([Ending(entry, "succeeded", 5.0)])
+    # By the ledger, which asks again: at this very moment the server ends its silent session.
+    other.ledger.end(Ending(entry, "succeeded", 5.0))
+    assert await other.ledger.flush(30) == 0
     assert await worker.ledger.enter(claim(NEXT + timedelta(seconds=1), token=term.token)) is Verdict.YOURS
 
 
