@@ -222,9 +222,12 @@ async def open_ledger(store: Store, name: str, timing: Timing) -> AsyncIterator[
             # Nobody else will: a fleet of cron lines has no leader to do it.
             await give_up_the_gone(backend, Term.race(name, ""))
         tasks = [asyncio.create_task(ledger.run()), asyncio.create_task(_stay(backend, timing))]
-        yield backend, ledger
-        if left := await ledger.flush(4 * timing.request_timeout):
-            logger.warning("The store did not take the endings of %d run(s)", left)
+        try:
+            yield backend, ledger
+        finally:
+            # Also if whoever asks was interrupted: a claim that nobody waits for any more is written down as such.
+            if left := await ledger.flush(4 * timing.request_timeout):
+                logger.warning("The store did not take the endings of %d run(s)", left)
     finally:
         for task in tasks:
             task.cancel()

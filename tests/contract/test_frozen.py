@@ -136,6 +136,27 @@ async def test_a_claim_taken_back_does_not_use_up_the_key(store: RealStore, monk
     assert ran == ["here"]
 
 
+async def test_a_caller_that_is_cancelled_while_its_claim_is_answered_does_not_use_up_the_key(
+    store: RealStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    enter = Ledger.enter
+
+    def cancelled(self: Ledger, entry: Any) -> Any:
+        answer = enter(self, entry)
+        asyncio.get_running_loop().call_soon(caller.cancel)  # the claim is on its way
+        return answer
+
+    singleton = Singleton(url=store.url, lease=2.0)
+    with monkeypatch.context() as once:
+        once.setattr(Ledger, "enter", cancelled)
+        caller = asyncio.create_task(singleton.once("import", lambda: ran.append("cancelled")))
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+    assert await singleton.once("import", lambda: ran.append("next"))
+    assert ran == ["next"]
+
+
 async def test_what_the_function_of_once_raises_comes_through(store: RealStore) -> None:
     def fail() -> None:
         raise LockHeldError("something else", None)

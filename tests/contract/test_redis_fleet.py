@@ -86,3 +86,30 @@ async def test_jobs_that_nobody_meets_any_more_are_forgotten_but_not_what_was_sa
     redis_store.client.zadd(key_of("contract", scripts.MET), dict.fromkeys(keys, 1))
     await backend.prune(term, 86_400)
     assert set(redis_store.client.hkeys(key_of("contract", scripts.JOBS))) == {"shown", "paused", "removed"}
+
+
+async def test_whoever_was_seen_before_the_servers_clock_was_set_back_must_show_itself_again(
+    worker: Open, redis_store: RealRedis
+) -> None:
+    gone, leader = worker(), worker()
+    await gone.attend()
+    assert await gone.enter([Entry("contract", "job", NOW)]) == [Verdict.YOURS]
+    term = await elected(leader)
+    seen = key_of("contract", scripts.SEEN)
+    for name, score in redis_store.client.zrange(seen, 0, -1, withscores=True):
+        redis_store.client.zadd(seen, {name: score + 3600e6})  # as if an hour had been taken back since
+    assert await leader.renew(term)
+    assert [present.role for present in leader.fleet.workers] == ["leader"]
+    assert await leader.sweep(term) == 1
+
+
+async def test_rows_that_somebody_has_taken_away_keep_nobody_from_leading(worker: Open, redis_store: RealRedis) -> None:
+    leader = worker()
+    term = await elected(leader)
+    assert await leader.renew(term, [JobView("job", "cron", None, False)])
+    assert await leader.enter([Entry("contract", "job", NOW, token=term.token)]) == [Verdict.YOURS]
+    redis_store.client.delete(key_of("contract", scripts.RUNS))
+    assert await leader.renew(term, [JobView("job", "hourly", None, False)])
+    assert await leader.runs("job", 5) == []
+    assert await leader.sweep(term) == 0
+    assert redis_store.client.hlen(key_of("contract", scripts.RUNNING)) == 0

@@ -193,27 +193,35 @@ end
 return found
 """)
 
-# The newest runs, and the last one of each job the leader shows.
-HISTORY = script(f"""
-local newest, last = {{}}, {{}}
-for _, field in ipairs(redis.call('ZREVRANGE', ticks, 0, {NEWEST - 1})) do
-    newest[#newest + 1] = redis.call('HGET', runs, field)
+# The rows of some fields; not those that somebody has taken away.
+_ROWS = """
+local function rows(fields)
+    local found = {}
+    for _, field in ipairs(fields) do
+        found[#found + 1] = redis.call('HGET', runs, field) or nil
+    end
+    return found
 end
+"""
+
+# The newest runs, and the last one of each job the leader shows.
+HISTORY = script(
+    _ROWS
+    + f"""
+local last = {{}}
 local published = redis.call('HGET', term, 'jobs') or '[]'
 for _, job in ipairs(cjson.decode(published)) do
     local fields = redis.call('ZREVRANGEBYLEX', index, '(' .. job.id .. '\\1', '(' .. job.id .. '\\0', 'LIMIT', 0, 1)
-    if fields[1] then
-        last[#last + 1] = redis.call('HGET', runs, fields[1])
-    end
+    last[#last + 1] = rows(fields)[1]
 end
-return {{newest, last, published}}
-""")
+return {{rows(redis.call('ZREVRANGE', ticks, 0, {NEWEST - 1})), last, published}}
+"""
+)
 
 # The rows of one job between two bounds, the newest first.
-LISTED = script("""
-local rows = {}
-for _, field in ipairs(redis.call('ZREVRANGEBYLEX', index, '(' .. ARGV[1], '(' .. ARGV[2], 'LIMIT', 0, ARGV[3])) do
-    rows[#rows + 1] = redis.call('HGET', runs, field)
-end
-return rows
-""")
+LISTED = script(
+    _ROWS
+    + """
+return rows(redis.call('ZREVRANGEBYLEX', index, '(' .. ARGV[1], '(' .. ARGV[2], 'LIMIT', 0, ARGV[3]))
+"""
+)

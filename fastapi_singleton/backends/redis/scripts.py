@@ -57,11 +57,13 @@ local function last_seen(worker)
     return tonumber(redis.call('ZSCORE', seen, worker)) or 0
 end
 
--- Which process the worker is ('' for one that is not known), and whether it was seen within its lease.
+-- Which process the worker is ('' for one that is not known), and whether it was seen within its lease. One seen in what is
+-- the future, since the server's clock was set back, must show itself again.
 local function find(worker)
     local known = redis.call('HGET', workers, worker)
     local document = known and cjson.decode(known) or {}
-    return document.process or '', last_seen(worker) > now - (document.lease or 10000000)
+    local ago = now - last_seen(worker)
+    return document.process or '', ago < tonumber(document.lease or 10000000) and ago >= 0
 end
 """
 )
@@ -77,7 +79,8 @@ end
 
 -- Shows that a worker lives; writes only when that has grown old, so that most polls write nothing.
 local function appear(worker, document, patience)
-    if last_seen(worker) < now - patience / 20 then
+    local ago = now - last_seen(worker)
+    if ago > patience / 20 or ago < 0 then
         redis.call('HSET', workers, worker, document)
         redis.call('ZADD', seen, digits(now), worker)
     end

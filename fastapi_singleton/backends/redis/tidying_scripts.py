@@ -37,8 +37,11 @@ local unfinished = redis.call('HGETALL', running)
 for i = 1, #unfinished, 2 do
     local field, whose = unfinished[i], unfinished[i + 1]
     local _, there = find(whose)
-    if given_up < 1000 and whose ~= worker and not there then
-        local row = cjson.decode(redis.call('HGET', runs, field))
+    local known = redis.call('HGET', runs, field)
+    if not known then
+        redis.call('HDEL', running, field)
+    elseif given_up < 1000 and whose ~= worker and not there then
+        local row = cjson.decode(known)
         row.outcome, row.finished_at = 'abandoned', digits(now)
         row.error = lives[whose] and '{SILENT}' or '{GONE}'
         redis.call('HSET', runs, field, cjson.encode(row))
@@ -54,8 +57,11 @@ local doubtful = redis.call('HGETALL', silent)
 for i = 1, #doubtful, 2 do
     local field, whose = doubtful[i], doubtful[i + 1]
     local _, there = find(whose)
-    if not (lives[whose] or there) then
-        local row = cjson.decode(redis.call('HGET', runs, field))
+    local known = redis.call('HGET', runs, field)
+    if not known then
+        redis.call('HDEL', silent, field)
+    elseif not (lives[whose] or there) then
+        local row = cjson.decode(known)
         row.error = '{GONE}'
         redis.call('HSET', runs, field, cjson.encode(row))
         redis.call('HDEL', silent, field)
@@ -78,7 +84,8 @@ for i = 4, #ARGV do
     wanted[ARGV[i]] = true
 end
 for _, field in ipairs(redis.call('ZRANGEBYSCORE', abandoned, '(' .. digits(now - within), '+inf')) do
-    local row = cjson.decode(redis.call('HGET', runs, field))
+    local known = redis.call('HGET', runs, field)
+    local row = known and cjson.decode(known) or {}
     if wanted[row.job] and tonumber(row.attempt) < tonumber(attempts) then
         local tick = string.match(field, '^(.*)%z')
         if #redis.call('ZRANGEBYLEX', index, '(' .. field, '(' .. tick .. '\\1', 'LIMIT', 0, 1) == 0 then

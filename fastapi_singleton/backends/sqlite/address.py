@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 _NETWORK = frozenset(
     {
         "9p", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs",
-        "nfs4", "ocfs2", "orangefs", "pvfs2", "s3fs", "smb3", "smbfs", "sshfs",
-        "ceph-fuse", "curlftpfs", "gcsfuse", "goofys", "juicefs", "mfs", "mount.s3", "mountpoint-s3", "rclone", "seaweedfs",
+        "nfs4", "ocfs2", "orangefs", "prl_fs", "pvfs2", "s3fs", "smb3", "smbfs", "sshfs", "vboxsf", "virtiofs",
+        "ceph-fuse", "curlftpfs", "gcsfuse", "goofys", "grpcfuse", "juicefs", "mfs", "mount.s3", "mountpoint-s3", "rclone",
+        "seaweedfs", "vmhgfs-fuse",
     }
 )  # fmt: skip
 # What SQLAlchemy hands to the driver: it says how *its* connections are made, ours are our own.
