@@ -33,6 +33,7 @@ logger = logging.getLogger("fastapi_singleton")
 # Rows per statement: large enough for a thousand jobs due together, small enough for the statement to be quick.
 _BATCH = 1000
 _STUBBORN = 5  # failures in a row
+_KEPT = 30 * 86_400.0  # seconds for which rows are kept where there is nobody whose `keep_runs` would say
 
 
 @dataclass(slots=True)
@@ -220,7 +221,9 @@ async def open_ledger(store: Store, name: str, timing: Timing) -> AsyncIterator[
         await backend.attend()
         if all(worker.role == "guest" for worker in backend.fleet.workers):
             # Nobody else will: a fleet of cron lines has no leader to do it.
-            await give_up_the_gone(backend, Term.race(name, ""))
+            nobody = Term.race(name, "")
+            await give_up_the_gone(backend, nobody)
+            await backend.prune(nobody, _KEPT)
         tasks = [asyncio.create_task(ledger.run()), asyncio.create_task(_stay(backend, timing))]
         try:
             yield backend, ledger

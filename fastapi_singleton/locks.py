@@ -14,12 +14,11 @@ from urllib.parse import quote
 
 from .backends import Backend, Store
 from .errors import ConfigurationError, LockHeldError, StoreError
-from .records import Term, Worker
+from .records import LOCK_PREFIX, Term, Worker
 from .timing import Timing, boot_clock
 
 logger = logging.getLogger("fastapi_singleton")
 
-PREFIX = "lock:"  # of the names that locks have in the store, and no fleet
 _UNNAMED = 10  # times that a lock is tried for whose holder cannot be named
 
 
@@ -94,7 +93,7 @@ async def hold(
 ) -> AsyncIterator[Lock]:
     """Hold the lock of that name while the block lasts. Raises `LockHeldError` if somebody else has it for longer than
     `wait` seconds, and `StoreError` if the store does not answer for as long: the block never runs unlocked."""
-    backend = store.open(f"{PREFIX}{name}", Worker.here(), timing)
+    backend = store.open(f"{LOCK_PREFIX}{name}", Worker.here(), timing)
     try:
         term, sent = await _acquire(backend, name, timing, clock() + wait, clock)
         lock = Lock(backend, term, timing, sent, clock)

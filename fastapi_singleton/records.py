@@ -27,6 +27,8 @@ GONE = "its worker is gone"
 SILENT = "its worker does not answer"
 # How a claim ends that was taken back.
 UNBEGUN = "it never began: its worker stopped, or lost the lock"
+# Begins the names that locks have in the store, and no fleet has. Their terms are forgotten a day after they ended.
+LOCK_PREFIX = "lock:"
 
 
 def is_name(text: object) -> bool:

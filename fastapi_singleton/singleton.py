@@ -14,10 +14,10 @@ from .election import Elector, SeveralDuties
 from .errors import ConfigurationError, StoreError
 from .jobs import current_run
 from .ledger import Ledger
-from .locks import PREFIX, Lock, check_wait, hold, lock_name
+from .locks import Lock, check_wait, hold, lock_name
 from .once import run_once
 from .racing import Racer
-from .records import BackendView, Fleet, RunView, Status, Term, Worker, is_name
+from .records import LOCK_PREFIX, BackendView, Fleet, RunView, Status, Term, Worker, is_name
 from .scheduling import SchedulerDuties
 from .tasks import TaskDuties, TaskFunction
 from .timing import Timing, boot_clock
@@ -55,7 +55,7 @@ class Singleton:
         connect: Callable[[], Awaitable[Any]] | None = None,
         enabled: bool = True,
     ) -> None:
-        if not is_name(name) or name.startswith(PREFIX):
+        if not is_name(name) or name.startswith(LOCK_PREFIX):
             raise ConfigurationError(
                 f"name={name!r} cannot name a fleet.", hint="use a short text, the same in every worker, such as 'app'."
             )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fastapi_singleton.errors import StoreError
+from fastapi_singleton.ledger import open_ledger
 from fastapi_singleton.records import Ending, Entry, JobChange, JobNote, Term, Verdict, run_id
 
 from ..conftest import eventually
@@ -311,15 +312,27 @@ async def test_a_deleted_tick_stays_so_when_an_older_run_ends_and_is_deleted_aft
 
 
 async def test_a_tick_of_a_race_cannot_be_claimed_again_though_nobody_ever_led(workers: Workers) -> None:
-    """Where nothing holds the floor yet, nothing may be deleted."""
+    """Where nothing holds the floor yet, there is something now."""
     racer = await workers()
     await racer.backend.attend()
     old = Entry("unit", "job", NOW - timedelta(days=3))
     assert await judged(racer, old) == [Verdict.YOURS]
     await racer.backend.finish([Ending(old, "succeeded", 0.0)])
     await racer.backend.prune(Term.race("unit", racer.worker.worker), 86_400)
-    [verdict] = await judged(racer, Entry("unit", "job", old.tick))
-    assert verdict in (Verdict.TAKEN, Verdict.PRUNED)
+    assert await judged(racer, Entry("unit", "job", old.tick)) == [Verdict.PRUNED]
+    assert await racer.backend.runs("job", 5) == []
+
+
+async def test_a_fleet_of_cron_lines_forgets_too(workers: Workers, store: RealStore) -> None:
+    cron = await workers(name="cron")
+    await cron.backend.attend()
+    old, late = (Entry("cron", "job", NOW - timedelta(days=days)) for days in (40, 20))
+    assert await judged(cron, old, late) == [Verdict.YOURS] * 2
+    await cron.backend.finish([Ending(entry, "succeeded", 0.0) for entry in (old, late)])
+    await cron.die()
+    await store.unsee("cron", cron.worker.worker)
+    async with open_ledger(cron.store, "cron", cron.timing) as (backend, _):
+        assert [run.scheduled_for for run in await backend.runs("job", 5)] == [late.tick]
 
 
 async def test_a_job_is_remembered_from_its_first_meeting_until_its_schedule_changes(leader: Leading) -> None:

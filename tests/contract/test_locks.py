@@ -15,6 +15,7 @@ from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from fastapi_singleton import ConfigurationError, LockHeldError, Singleton, current_run
 
 from ..conftest import eventually
+from ..leading import leading
 from ..stores import RealStore
 
 HOLDER = """
@@ -71,6 +72,22 @@ async def test_a_lock_is_waited_for_and_comes_at_once_when_it_is_released(store:
         order.append("first")
     await asyncio.wait_for(waiting, 30)
     assert order == ["first", "second"]
+
+
+async def test_locks_of_long_ago_are_forgotten_and_their_tokens_grow_nevertheless(store: RealStore) -> None:
+    singleton = Singleton(url=store.url)
+    tokens = []
+    for _ in range(2):
+        async with singleton.lock("once in a while") as lock:
+            tokens.append(lock.token)
+        assert await singleton.once(f"key {tokens[-1]}", lambda: None)
+        async with leading(store.url) as leader:
+            term = await leader.elect()
+            await leader.backend.prune(term, 86_400.0)
+            await store.locks_after_two_days()
+            await leader.backend.prune(term, 86_400.0)
+        assert await store.locks_after_two_days() == 0
+    assert tokens[0] < tokens[1]
 
 
 async def test_a_lock_is_kept_for_longer_than_its_lease(store: RealStore) -> None:

@@ -31,4 +31,7 @@ class RealStore(Protocol):
     ) -> None:
         """Change what the fleet remembers of a job."""
 
+    async def locks_after_two_days(self) -> int:
+        """Age what is remembered of locks; how many are still remembered of those that go by themselves."""
+
     def close(self) -> None: ...

@@ -45,8 +45,21 @@ class RealPostgres:
             " WHERE name = $1 AND key = $2", name, key, since, anchor, removed,
         )  # fmt: skip
 
+    async def locks_after_two_days(self) -> int:
+        await self._execute(
+            "UPDATE fastapi_singleton.term SET renewed_at = renewed_at - interval '2 days' WHERE name LIKE 'lock:%'"
+        )
+        return await self._count("SELECT count(*) FROM fastapi_singleton.term WHERE name LIKE 'lock:%'")
+
     def close(self) -> None:
         """The database is dropped by its fixture."""
+
+    async def _count(self, sql: str) -> int:
+        connection = await asyncpg.connect(self.url)
+        try:
+            return int(await connection.fetchval(sql))
+        finally:
+            await connection.close()
 
     async def _execute(self, sql: str, *arguments: object) -> None:
         connection = await asyncpg.connect(self.url)

@@ -55,6 +55,13 @@ class RealRedis:
         job |= {word: digits for word, digits in changes.items() if digits} | {"removed": str(int(removed))}
         self.client.hset(key_of(name, JOBS), key, json.dumps(job))
 
+    async def locks_after_two_days(self) -> int:
+        keys = self.client.keys("*{lock:*")
+        for key in keys:
+            if 0 < self.client.ttl(key) <= 172_800:
+                self.client.delete(key)
+        return len(self.client.keys("*{lock:*"))
+
     def close(self) -> None:
         self.client.close()
 

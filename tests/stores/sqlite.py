@@ -73,6 +73,12 @@ class RealSqlite:
             " WHERE name = ? AND key = ?", since and stamp(since), anchor and stamp(anchor), removed, name, key,
         )  # fmt: skip
 
+    async def locks_after_two_days(self) -> int:
+        self.execute(
+            "UPDATE fastapi_singleton_term SET expires_after_boot = expires_after_boot - 172800 WHERE name LIKE 'lock:%'"
+        )
+        return len(self.execute("SELECT 1 FROM fastapi_singleton_term WHERE name LIKE 'lock:%'"))
+
     def close(self) -> None:
         """The directory is removed by its fixture."""
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from ...errors import ConfigurationError, LostLeadershipError
-from ...records import GONE, NEWEST, SILENT, Alive, Crowd, Ending, Entry, JobState, Run, Verdict
+from ...records import GONE, LOCK_PREFIX, NEWEST, SILENT, Alive, Crowd, Ending, Entry, JobState, Run, Verdict
 from ..views import clean
 from .schema import ALIVE
 
@@ -183,15 +183,20 @@ WHERE r.name = $1 AND r.outcome = 'abandoned' AND r.job = ANY($2::text[]) AND r.
                   WHERE later.name = $1 AND later.job = r.job AND later.tick = r.tick AND later.attempt > r.attempt)
 """
 
-# Deletes old rows, some at a time, and in the same transaction lifts the floor over them. Forgets workers of long ago.
-PRUNE = """
+# Deletes old rows, some at a time, and in the same transaction lifts the floor over them: in a term of nobody's, if there was
+# none yet. Forgets workers and locks of long ago; a later token is still greater, because it is never behind the clock.
+PRUNE = f"""
 WITH long_gone AS (
     DELETE FROM fastapi_singleton.worker WHERE last_seen_at < clock_timestamp() - interval '1 day'
+),
+let_go AS (
+    DELETE FROM fastapi_singleton.term
+    WHERE starts_with(name, '{LOCK_PREFIX}') AND renewed_at < clock_timestamp() - lease - interval '1 day'
 ),
 old AS (
     SELECT r.job, r.tick, r.attempt FROM fastapi_singleton.run AS r
     WHERE r.name = $1 AND r.tick < clock_timestamp() - $3::interval AND r.outcome <> 'running'
-      AND EXISTS (SELECT FROM fastapi_singleton.term WHERE name = $1 AND (token = $2 OR $2 IS NULL))
+      AND ($2::bigint IS NULL OR EXISTS (SELECT FROM fastapi_singleton.term WHERE name = $1 AND token = $2))
     ORDER BY r.tick LIMIT 1000 FOR UPDATE SKIP LOCKED
 ),
 deleted AS (
@@ -199,8 +204,9 @@ deleted AS (
     WHERE r.name = $1 AND r.job = old.job AND r.tick = old.tick AND r.attempt = old.attempt
     RETURNING r.tick
 )
-UPDATE fastapi_singleton.term SET floor = greatest(floor, (SELECT max(tick) FROM deleted))
-WHERE name = $1 AND (token = $2 OR $2 IS NULL) AND EXISTS (SELECT FROM deleted)
+INSERT INTO fastapi_singleton.term AS t (name, token, worker, hostname, pid, acquired_at, renewed_at, released_at, floor)
+SELECT $1, 0, '', '', 0, clock_timestamp(), clock_timestamp(), clock_timestamp(), max(tick) FROM deleted HAVING count(*) > 0
+ON CONFLICT (name) DO UPDATE SET floor = greatest(t.floor, excluded.floor)
 RETURNING (SELECT count(*) FROM deleted) AS deleted
 """
 

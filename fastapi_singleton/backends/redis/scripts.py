@@ -10,6 +10,8 @@ import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ...records import LOCK_PREFIX
+
 # Lives for the length of a lease and then goes by itself: token, bid, worker, hostname, pid, process, acquired_at, renewed_at.
 LEASE = "lease"
 # Never goes: the newest token, whether it was released, the floor, the leader's jobs, and a number that changes with all
@@ -132,11 +134,23 @@ return fleet(patience)
 """
 )
 
+# A lock that nobody holds any more is forgotten after a day: everything of it goes by itself.
+_FORGET = f"""
+local function forget_if_lock(patience)
+    if string.find(term, '{{{LOCK_PREFIX}', 1, true) then
+        for _, key in ipairs({{term, workers, seen}}) do
+            redis.call('PEXPIRE', key, digits(math.ceil((patience + day) / 1000)))
+        end
+    end
+end
+"""
+
 # Opens a term iff nobody holds the lease, or its holder is this worker itself (a reply was lost), or it is still that of
 # the very token whose process the caller knows to be dead. The token grows even if the store lost its last writes, because
 # it is never behind the store's clock.
 CONTEND = script(
     _FLEET
+    + _FORGET
     + """
 local patience, worker, document, bid, dead, channel = unpack(ARGV)
 local holder = redis.call('HMGET', lease, 'token', 'worker')
@@ -153,6 +167,7 @@ if won then
     redis.pcall('PUBLISH', channel, worker)
 end
 appear(worker, document, patience)
+forget_if_lock(patience)
 return {won and 1 or 0, fleet(patience)}
 """
 )
@@ -160,6 +175,7 @@ return {won and 1 or 0, fleet(patience)}
 # Prolongs the lease, from now on, iff it still carries this token.
 RENEW = script(
     _FLEET
+    + _FORGET
     + """
 local patience, worker, document, token, published = unpack(ARGV)
 if redis.call('HGET', lease, 'token') ~= token or leading() ~= token then
@@ -169,6 +185,7 @@ redis.call('HSET', lease, 'renewed_at', digits(now))
 redis.call('PEXPIRE', lease, digits(math.ceil(patience / 1000)))
 publish(published)
 appear(worker, document, patience)
+forget_if_lock(patience)
 return fleet(patience)
 """
 )

@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 
-from ...records import GONE, SILENT, Alive, Crowd, Cut, Ending, Entry, RunView, Verdict, Worker
+from ...records import GONE, LOCK_PREFIX, SILENT, Alive, Crowd, Cut, Ending, Entry, RunView, Verdict, Worker
 from ..views import clean, parse_time, run_views
 from .database import Transaction
 from .fleet import LATELY, RUN
@@ -90,10 +90,21 @@ SELECT rowid, tick FROM fastapi_singleton_run
 WHERE name = :name AND tick < :before AND outcome <> 'running' ORDER BY tick LIMIT 1000
 """
 DELETE = "DELETE FROM fastapi_singleton_run WHERE rowid = :rowid"
-LIFT_FLOOR = "UPDATE fastapi_singleton_term SET floor = max(floor, :floor) WHERE name = :name"
+# In a term of nobody's, if there was none yet.
+LIFT_FLOOR = """
+INSERT INTO fastapi_singleton_term
+    (name, token, worker, hostname, pid, process, boot, expires_after_boot, lease, acquired_at, renewed_at, released_at, floor)
+VALUES (:name, 0, '', '', 0, '', '', 0, 0, :now, :now, :now, :floor)
+ON CONFLICT (name) DO UPDATE SET floor = max(floor, excluded.floor)
+"""
 
 # Forgets workers of other boots and of long ago; a run of theirs counts as one of a worker that is gone all the same.
 FORGET = "DELETE FROM fastapi_singleton_worker WHERE boot <> :boot OR seen_after_boot < :after_boot - 86400"
+# Likewise locks; a later token is still greater, because it is never behind the clock.
+FORGET_LOCKS = f"""
+DELETE FROM fastapi_singleton_term
+WHERE name LIKE '{LOCK_PREFIX}%' AND (boot <> :boot OR expires_after_boot < :after_boot - 86400)
+"""
 
 RUNS = f"""
 SELECT {RUN} FROM fastapi_singleton_run AS r
@@ -213,12 +224,11 @@ def cut(transaction: Transaction, name: str, jobs: Sequence[str], attempts: int,
 
 def prune(transaction: Transaction, name: str, me: Worker, keep: float) -> int:
     transaction.execute(FORGET, boot=boot_of(me), after_boot=transaction.boot)
-    if transaction.execute(TERM, name=name).fetchone() is None:
-        return 0  # nothing to hold the floor yet
+    transaction.execute(FORGET_LOCKS, boot=boot_of(me), after_boot=transaction.boot)
     old = transaction.execute(OLD, name=name, before=stamp(_ago(transaction.now, keep))).fetchall()
     if old:
         transaction.connection.executemany(DELETE, [{"rowid": row["rowid"]} for row in old])
-        transaction.execute(LIFT_FLOOR, name=name, floor=old[-1]["tick"])
+        transaction.execute(LIFT_FLOOR, name=name, floor=old[-1]["tick"], now=stamp(transaction.now))
     return len(old)
 
 
