@@ -13,13 +13,15 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from . import __version__
 from .backends import Backend, Store, find_store
 from .errors import ConfigurationError, SingletonError
 from .records import NEWEST, BackendView, Fleet, RunView, Status, Worker, is_name
 from .timing import Timing
+
+Answer = TypeVar("Answer")
 
 URL_VARIABLE = "FASTAPI_SINGLETON_URL"
 
@@ -135,9 +137,21 @@ def _run(arguments: argparse.Namespace) -> int:
     return run(_store(arguments), wrapped)
 
 
-def _with_backend(arguments: argparse.Namespace, use: Callable[[Backend], Coroutine[Any, Any, Any]]) -> Any:
-    async def ask() -> Any:
-        backend = _store(arguments).open(arguments.name, Worker.here(), Timing(10.0))
+def _look(
+    arguments: argparse.Namespace, use: Callable[[Backend], Coroutine[Any, Any, Answer]], empty: Answer
+) -> Answer:
+    """What is found in the store; `empty` where there is none yet, because whoever merely looks makes none."""
+    store = _store(arguments)
+    if store.missing is not None:
+        print(
+            f"fastapi-singleton: there is no {store.missing}: no worker has been here yet. "
+            "Hint: see that --url names the application's store.",
+            file=sys.stderr,
+        )
+        return empty
+
+    async def ask() -> Answer:
+        backend = store.open(arguments.name, Worker.here(), Timing(10.0))
         try:
             return await use(backend)
         finally:
@@ -148,11 +162,11 @@ def _with_backend(arguments: argparse.Namespace, use: Callable[[Backend], Corout
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    async def look(backend: Backend) -> Any:
+    async def look(backend: Backend) -> Fleet:
         await backend.look()
         return backend.fleet
 
-    fleet, store = _with_backend(arguments, look), _store(arguments)
+    fleet, store = _look(arguments, look, Fleet()), _store(arguments)
     status = _seen_from_outside(fleet, store, arguments.name)
     if arguments.json:
         print(_json(status))
@@ -161,7 +175,11 @@ def _status(arguments: argparse.Namespace) -> int:
     print(_headline(fleet))
     workers = [(w.worker, w.role, _time(w.started_at), w.version) for w in fleet.workers]
     _print_table(("worker", "role", "since", "version"), workers)
-    jobs = [(j.id, j.trigger, "paused" if j.paused else _time(j.next_run_at), _short(j.last_run)) for j in fleet.jobs]
+    fires = status.status == "ok"  # or what was planned is planned no more
+    jobs = [
+        (j.id, j.trigger, "paused" if j.paused else _time(j.next_run_at if fires else None), _short(j.last_run))
+        for j in fleet.jobs
+    ]
     _print_table(("job", "trigger", "next run", "last run"), jobs)
     _print_runs(fleet.runs[:10])
     return 0
@@ -202,13 +220,14 @@ def _runs(arguments: argparse.Namespace) -> int:
         )
         return 2
 
-    async def look(backend: Backend) -> Any:
+    async def look(backend: Backend) -> Sequence[RunView]:
         if arguments.job is not None:
             return await backend.runs(arguments.job, arguments.limit)
         await backend.look()
         return backend.fleet.runs[: arguments.limit]
 
-    runs = _with_backend(arguments, look)
+    nothing: Sequence[RunView] = []
+    runs = _look(arguments, look, nothing)
     print(_json(runs)) if arguments.json else _print_runs(runs)
     return 0
 
@@ -238,7 +257,7 @@ def _schema(arguments: argparse.Namespace) -> int:
 
 def _json(value: Any) -> str:
     def plain(each: Any) -> Any:
-        return each.isoformat() if isinstance(each, datetime) else dataclasses.asdict(each)
+        return each.isoformat().replace("+00:00", "Z") if isinstance(each, datetime) else dataclasses.asdict(each)
 
     return json.dumps(value, default=plain, indent=2)
 

@@ -25,6 +25,9 @@ class Finding:
 async def examine(store: Store, name: str) -> list[Finding]:
     """Everything that can be known of the store from here."""
     findings = list(_installation())
+    if store.missing is not None:
+        text = f"there is no {store.missing}: no worker has been here yet"
+        return [*findings, Finding("warning", text, "see that --url names the application's store.")]
     backend = store.open(name, Worker.here(), Timing(10.0))
     try:
         await backend.connect()

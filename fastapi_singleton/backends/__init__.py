@@ -127,6 +127,10 @@ class Store(Protocol):
     def detail(self) -> str:
         """Where it is, without a secret."""
 
+    @property
+    def missing(self) -> str | None:
+        """What is not there yet and would be made by opening it, if that is known; somebody who merely looks makes nothing."""
+
     def open(self, name: str, worker: Worker, timing: Timing) -> Backend:
         """A backend for one worker; it connects when it is first asked something."""
 

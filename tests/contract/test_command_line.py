@@ -224,13 +224,21 @@ def test_wrong_usage_is_explained() -> None:
 
 
 def test_whoever_reads_may_stop_reading(store: RealStore) -> None:
-    done = call(store, "status")
-    assert done.returncode == 0
+    assert call(store, "run", "nightly", "--", "true").returncode == 0  # so that there is something to read
     shell = f"{' '.join(COMMAND)} status | true; echo ${{PIPESTATUS[0]}}"
     environment = {**os.environ, "FASTAPI_SINGLETON_URL": store.url}
     cut = subprocess.run(["bash", "-c", shell], env=environment, capture_output=True, text=True, check=True)
     assert cut.stderr == ""
     assert cut.stdout in ("141\n", "0\n")
+
+
+@pytest.mark.parametrize("command", [("status",), ("status", "--json"), ("runs", "nightly", "--json"), ("doctor",)])
+def test_whoever_merely_looks_makes_no_file(tmp_path: Path, command: tuple[str, ...]) -> None:
+    done = call(None, *command, "--url", f"sqlite:///{tmp_path}/mistyped.sqlite3")
+    assert done.returncode == 0
+    assert f"there is no {tmp_path}/mistyped.sqlite3" in done.stdout + done.stderr
+    assert "Hint: " in done.stdout + done.stderr
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_command_line_does_not_import_fastapi() -> None:

@@ -100,7 +100,10 @@ async def test_a_file_that_is_no_database(tmp_path: Path) -> None:
 
 
 async def test_a_clock_that_is_off(store: RealStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend: Any = type(find_store(store.url, None).open("default", Worker.here(), Timing(10.0)))
+    opened = find_store(store.url, None).open("default", Worker.here(), Timing(10.0))
+    await opened.attend()
+    await opened.close()
+    backend: Any = type(opened)
     now = backend.now
     monkeypatch.setattr(backend, "now", lambda self: now(self) + timedelta(seconds=7))
     found = await diagnosis(store.url, "warning")
