@@ -116,6 +116,11 @@ class Elector:
         self._in_contact_since: float | None = None
 
     @property
+    def is_away(self) -> bool:
+        """Whether the store is known not to answer; not yet known of one that has not been asked."""
+        return self.problem is not None and not self.reachable
+
+    @property
     def is_steady(self) -> bool:
         """Whether the store has answered for a whole lease: only then does it know who else is there."""
         since = self._in_contact_since

@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from .backends import Backend, find_store
@@ -17,6 +17,7 @@ from .ledger import Ledger
 from .locks import Lock, check_wait, hold, lock_name
 from .once import run_once
 from .racing import Racer
+from .reading import Reader
 from .records import LOCK_PREFIX, BackendView, Fleet, RunView, Status, Term, Worker, is_name
 from .scheduling import SchedulerDuties
 from .tasks import TaskDuties, TaskFunction
@@ -30,7 +31,7 @@ logger = logging.getLogger("fastapi_singleton")
 URL_VARIABLE = "FASTAPI_SINGLETON_URL"
 _DAY = 86_400.0
 _LONGEST = 36_500 * _DAY
-_LAST_REQUEST = 5.0  # what a stopping worker, at each step, and a reader wait for a store that does not answer
+_LAST_REQUEST = 5.0  # what a stopping worker waits for a store that does not answer, at each step
 
 
 class Singleton:
@@ -153,7 +154,7 @@ class Singleton:
                 self._name, self._timing.lease, lambda: elector.term, backend, ledger, lambda: elector.is_steady
             )
         self._worker, self._backend, self._elector, self._ledger = worker, backend, elector, ledger
-        self._reading = asyncio.Lock()
+        self._reader = Reader(backend, self._store.detail, self._timing, lambda: elector.is_away)
         # Tasks that the lifespan merely holds: a task group across `yield` would tear the application's resources down
         # while the server still answers.
         election = asyncio.create_task(elector.run(), name=f"fastapi_singleton:{self._name}:election")
@@ -269,31 +270,7 @@ class Singleton:
                     "This worker is disabled (enabled=False): it asks no store.", hint="ask another worker."
                 )
             raise StoreError("The lifespan is not open.", hint="ask while the application runs.")
-        away = StoreError(f"{self._store.detail} does not answer.", hint="ask again later; the status tells how it is.")
-        if self._elector is None or (self._elector.problem is not None and not self._elector.reachable):
-            raise away
-        try:
-            async with asyncio.timeout(max(_LAST_REQUEST, 2 * self._timing.request_timeout)):
-                await self._reading.acquire()
-                # One at a time, and never cut short: readers share the leader's connection, and must neither hold up a
-                # renewal nor leave a doubt behind that would end the term.
-                reading = asyncio.create_task(self._read(self._backend, job, limit, before))
-                reading.add_done_callback(self._has_read)
-                return await asyncio.shield(reading)
-        except TimeoutError:
-            raise away from None
-
-    async def _read(self, backend: Backend, job: str, limit: int, before: datetime | None) -> list[RunView]:
-        try:
-            before = before.astimezone(UTC) if before is not None else None
-        except OverflowError:  # at the very edge of time
-            before = before and before.replace(tzinfo=UTC)
-        return await backend.runs(job, limit, before)
-
-    def _has_read(self, reading: "asyncio.Task[list[RunView]]") -> None:
-        self._reading.release()
-        if not reading.cancelled():
-            reading.exception()  # perhaps nobody waits for it any more
+        return await self._reader.runs(job, limit, before)
 
     def task(self, func: TaskFunction) -> TaskFunction:
         """`@singleton.task` on a coroutine function: it runs in the worker that leads and nowhere else, is cancelled when

@@ -8,6 +8,7 @@ on and is written down when the store takes it. Stopping: no new claim, wait for
 import asyncio
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from datetime import UTC
 from typing import Any
@@ -59,6 +60,7 @@ class SchedulerDuties(Duties):
         self._definitions: list[tuple[stock.Pending, dict[str, Any]]] = []
         self._dates: dict[str, Any] = {}
         self._guards: dict[str, Guard] = {}
+        self._guarding = threading.Lock()
         self._said_idle_job = False
         for job, _, _ in scheduler._pending_jobs:
             self._check_policy(job)
@@ -230,7 +232,10 @@ class SchedulerDuties(Duties):
         executor = self.scheduler._executors.get(alias)
         guard = self._guards.get(alias)
         if guard is None or guard.inner is not executor:
-            guard = self._guards[alias] = Guard(executor, alias, self._gate)
+            with self._guarding:  # the scheduler may ask from a thread of its own
+                guard = self._guards.get(alias)
+                if guard is None or guard.inner is not executor:
+                    guard = self._guards[alias] = Guard(executor, alias, self._gate)
         return guard
 
     def _dispatch(self, event: Any) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from apscheduler.executors.pool import ProcessPoolExecutor, ThreadPoolExecutor
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.schedulers.background import BackgroundScheduler
 
-from fastapi_singleton import ConfigurationError, NoRunError, current_run, job_policy
+from fastapi_singleton import ConfigurationError, NoRunError, Singleton, current_run, job_policy
 from fastapi_singleton.records import UNBEGUN, run_id
 
 from ..conftest import eventually
@@ -68,6 +69,25 @@ async def test_a_job_in_a_process_pool_knows_it_too(leader: Leading, tmp_path: P
     assert (told, job, attempt, token) == (row.id, "job", "1", str(row.token))
     assert int(pid) != os.getpid()
     scheduler._executors["default"]._pool.shutdown()
+
+
+async def test_a_process_pools_children_end_with_the_lifespan_and_others_stand_ready(tmp_path: Path) -> None:
+    def is_gone(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "XZ"
+        except OSError:
+            return True
+
+    scheduler = AsyncIOScheduler(timezone="UTC", executors={"default": ProcessPoolExecutor(1)})
+    out = tmp_path / "run"
+    scheduler.add_job(look_from_a_child, "interval", seconds=0.2, args=(str(out),), id="job", misfire_grace_time=60)
+    singleton = Singleton(scheduler, f"sqlite:///{tmp_path}/store.sqlite3")
+    for _ in range(2):
+        async with singleton.lifespan():
+            await eventually(lambda: out.exists() and len(out.read_text().split()) == 5, "a run")
+        child = int(out.read_text().split()[-1])
+        await eventually(partial(is_gone, child), "the child's end")
+        out.unlink()
 
 
 def test_outside_a_job_there_is_no_run() -> None:

@@ -101,7 +101,7 @@ class PostgresStore:
         return PostgresBackend(self, name, worker, timing)
 
     async def fence(self, connection: Any, name: str, run: Run) -> None:
-        from .ledger import fence
+        from .fence import fence
 
         await fence(connection, name, run)
 
