@@ -292,8 +292,8 @@ class Singleton:
         return hold(self._store, lock_name(self._name, "lock", name), self._timing, wait)
 
     async def once(self, key: str, func: Callable[[], Any]) -> bool:
-        """Run the function (or coroutine function) at most once in the fleet for that key, for as long as the ledger is
-        kept. True if this call ran it; a failure is recorded and raised, and nobody tries again."""
+        """Run the coroutine function (or a short plain one, on the event loop) at most once in the fleet for that key, for as
+        long as the ledger is kept. True if this call ran it; a failure is recorded and raised, and nobody tries again."""
         if not is_name(key):
             raise ConfigurationError(f"key={key!r} cannot be a key.", hint="use a short text such as 'import-2026'.")
         if not callable(func):
