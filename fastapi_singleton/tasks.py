@@ -27,7 +27,7 @@ class TaskDuties(Duties):
         self.problems: list[str] = []
 
     def add(self, func: TaskFunction) -> None:
-        if not asyncio.iscoroutinefunction(func):
+        if not inspect.iscoroutinefunction(func):
             raise ConfigurationError(
                 f"{getattr(func, '__name__', func)!r} is not a coroutine function.",
                 hint="@singleton.task goes on an `async def` function without arguments.",
