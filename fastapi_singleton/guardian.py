@@ -22,17 +22,15 @@ _LONGEST_LOOK = 1.0  # select() waits by a clock that may stop while the machine
 class Guardian:
     """Watches over one group of processes: `fork`, `watch` again and again, `dismiss`."""
 
-    def __init__(self, pid: int, pipe: int) -> None:
-        self._pid = pid
+    def __init__(self, pipe: int) -> None:
         self._pipe = pipe
 
     @classmethod
     def fork(cls) -> "Guardian":
         reading, writing = (_apart_from_the_terminal(end) for end in os.pipe())
-        pid = os.fork()
-        if pid:
+        if os.fork():
             os.close(reading)
-            return cls(pid, writing)
+            return cls(writing)
         try:
             os.close(writing)
             _guard(reading)
@@ -45,11 +43,9 @@ class Guardian:
             os.write(self._pipe, _WORD.pack(until, group))
 
     def dismiss(self) -> None:
-        """The command has ended, or is not to be watched any more."""
+        """The command has ended, or is not to be watched any more: the guardian goes, and is not waited for."""
         self.watch(0, 0.0)
         os.close(self._pipe)
-        with suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
 
 
 def _guard(pipe: int) -> None:

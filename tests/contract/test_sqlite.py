@@ -266,7 +266,7 @@ async def test_a_run_from_when_the_clock_was_ahead_does_not_stand_in_the_way(
 ) -> None:
     store = find_store(f"sqlite:///{tmp_path}/clock.sqlite3", None)
     wrapped = Wrapped("default", "nightly", ["true"], busy_exit_code=75)
-    nobody = Guardian(0, os.open(os.devnull, os.O_WRONLY))  # there are threads here: nothing may be forked
+    nobody = Guardian(os.open(os.devnull, os.O_WRONLY))  # there are threads here: nothing may be forked
     with monkeypatch.context() as ahead:
         ahead.setattr(database, "wall_clock", lambda: datetime.now(UTC) + timedelta(days=365))
         assert await run_guarded(store, wrapped, nobody) == 0
