@@ -25,7 +25,7 @@ WORKERS = 4
 STRETCH = 6.0  # seconds before and after the kill: longer than the five between two reports
 EVENT = re.compile(
     r"(?P<at>\d\d:\d\d:\d\d) \[(?P<pid>\d+)\] "
-    r"(?:Elected: this worker leads with token (?P<token>\d+)|ran (?P<job>\w+) in worker \d+)"
+    r"(?:Elected: this worker leads with token (?P<token>\d+)|ran (?P<job>\w+) in worker \d+, due at (?P<tick>\S+))"
 )
 
 
@@ -47,7 +47,8 @@ class Interruption:
 
 
 class Story:
-    """Follows the server's log, prints who leads and what runs, and counts the runs of each job in each second."""
+    """Follows the server's log, prints who leads and what runs, and counts the runs of each tick: one that is late may
+    run in the same second as the next."""
 
     def __init__(self, gunicorn: Gunicorn, interruption: Interruption) -> None:
         self.ticks: Counter[tuple[str, str]] = Counter()
@@ -74,12 +75,12 @@ class Story:
         self._log.close()
 
     def _tell(self, event: re.Match[str]) -> None:
-        at, pid, token, job = event.group("at", "pid", "token", "job")
+        at, pid, token, job, tick = event.group("at", "pid", "token", "job", "tick")
         if token:
             print(f"{at}  ★ worker {pid} leads (token {token})", flush=True)
         else:
-            self.ticks[job, at] += 1
-            print(f"{at}    worker {pid} ran {job}", flush=True)
+            self.ticks[job, tick] += 1
+            print(f"{at}    worker {pid} ran {job}, due at {tick}", flush=True)
 
 
 def kill_the_leader(gunicorn: Gunicorn) -> float:

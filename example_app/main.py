@@ -6,32 +6,33 @@ import os
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from fastapi import FastAPI
 
-from fastapi_singleton import Singleton
+from fastapi_singleton import Singleton, current_run
 
 logging.basicConfig(level=logging.INFO, format="%(asctime)s [%(process)d] %(message)s", datefmt="%H:%M:%S")
 logging.getLogger("apscheduler").setLevel(logging.WARNING)
 logger = logging.getLogger("example_app")
 
 
+def note(job: str) -> None:
+    logger.info("ran %s in worker %d, due at %s", job, os.getpid(), f"{current_run().scheduled_for:%H:%M:%S}")
+
+
 async def pulse() -> None:
     """A coroutine job: once a second."""
-    logger.info("ran pulse in worker %d", os.getpid())
+    note("pulse")
 
 
 def report() -> None:
     """A plain function: runs in a thread, every five seconds."""
-    logger.info("ran report in worker %d", os.getpid())
+    note("report")
 
 
 scheduler = AsyncIOScheduler(timezone="UTC")
 scheduler.add_job(pulse, "cron", second="*", id="pulse")
 scheduler.add_job(report, "cron", second="*/5", id="report")
 
-singleton = Singleton(
-    scheduler,
-    os.environ.get("FASTAPI_SINGLETON_URL", "postgresql://localhost/app"),
-    lease=float(os.environ.get("EXAMPLE_LEASE", "10")),
-)
+# The store is what $FASTAPI_SINGLETON_URL names, or a SQLite file in the working directory.
+singleton = Singleton(scheduler, lease=float(os.environ.get("EXAMPLE_LEASE", "10")))
 app = FastAPI(title="fastapi_singleton example", lifespan=singleton.lifespan)  # ← one leader among the workers
 app.include_router(singleton.router())  # ← GET /scheduler/status
 
