@@ -1,8 +1,4 @@
-"""The command line: `fastapi-singleton`, or `python -m fastapi_singleton`. It never imports FastAPI.
-
-Exit codes: 0 done (also: not run because somebody else did); 1 a problem was found; 2 wrong usage; 3 the store cannot be
-used; `run` passes on the command's own, 127 if it cannot be started, 128 + n if signal n ended it.
-"""
+"""The command line: `fastapi-singleton`, or `python -m fastapi_singleton`. It never imports FastAPI."""
 
 import argparse
 import asyncio
@@ -24,6 +20,11 @@ from .timing import Timing
 Answer = TypeVar("Answer")
 
 URL_VARIABLE = "FASTAPI_SINGLETON_URL"
+EXIT_CODES = (
+    "Exit codes: 0 done, or not run because somebody else did (--busy-exit-code); 1 the doctor found a problem; 2 wrong usage; "
+    "3 the store cannot be used. run passes on the command's own: 127 if it cannot be started, 128 + n if signal n ended it, "
+    "143 if it was stopped because its lock was lost."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,12 +58,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fastapi-singleton",
         description="One leader among the workers of a FastAPI application, and one run per tick.",
+        epilog=EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, act: Callable[[argparse.Namespace], int], help: str, *, data: bool = False) -> Any:
-        made = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        made = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", epilog=EXIT_CODES)
         made.set_defaults(act=act)
         made.add_argument("--url", help=f"the store (default: ${URL_VARIABLE}, then a SQLite file here)")
         made.add_argument("--name", type=_name, default="default", help="the fleet's name (default: %(default)s)")

@@ -221,6 +221,8 @@ def test_wrong_usage_is_explained() -> None:
     assert "needs no schema" in call(None, "schema", "--url", "redis://localhost").stderr
     assert call(None, "nonsense").returncode == 2
     assert "SCHEMA" in call(None, "schema", "--role", "app").stdout
+    for asked in (["--help"], ["run", "--help"]):
+        assert "Exit codes: 0 done" in " ".join(call(None, *asked).stdout.split())
 
 
 def test_whoever_reads_may_stop_reading(store: RealStore) -> None:
