@@ -1,6 +1,7 @@
-"""Fail-over times and costs at rest: a real PostgreSQL, four real gunicorn workers, real signals, a real cut line.
+"""Fail-over times and costs at rest: a real PostgreSQL, four real gunicorn workers, real signals, a real cut line; and
+the leader killed on the other stores.
 
-Each acquisition is timed by PostgreSQL, each fault by this process. Both run on this machine, hence on one clock, so
+Each acquisition is timed by the store, each fault by this process. Both run on this machine, hence on one clock, so
 that no figure depends on how often somebody looked. `python -m benchmarks.failover [--quick]`
 """
 
@@ -13,6 +14,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -21,6 +23,8 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 import asyncpg
+
+from example_app.embedded_redis import EmbeddedRedis
 
 from .table import Row, table
 
@@ -62,6 +66,15 @@ def killed(store: EmbeddedPostgres, quick: bool) -> Iterator[Row]:
     with Gunicorn(store.url, workers=WORKERS) as server:
         times = [fail_over(server, signal.SIGKILL) for _ in range(5 if quick else 20)]
     yield Row(f"leader SIGKILLed, {rounds(times)}", milliseconds(times), "median ≤ 50 ms, max ≤ 1.5 s")
+
+
+def killed_elsewhere(_: EmbeddedPostgres, quick: bool) -> Iterator[Row]:
+    with EmbeddedRedis() as redis, tempfile.TemporaryDirectory() as directory:
+        for kind, url in (("Redis", redis.url), ("SQLite", f"sqlite:///{directory}/store.sqlite3")):
+            with Gunicorn(url, workers=WORKERS) as server:
+                times = [fail_over(server, signal.SIGKILL) for _ in range(5 if quick else 20)]
+            what = f"leader SIGKILLed on {kind}, {rounds(times)}"
+            yield Row(what, milliseconds(times), "median ≤ 100 ms, max ≤ 1 s")
 
 
 def terminated(store: EmbeddedPostgres, quick: bool) -> Iterator[Row]:
@@ -278,7 +291,7 @@ def main() -> None:
     try:
         # Housekeeping of the server would be counted among the queries at rest.
         with EmbeddedPostgres(settings={"autovacuum": "off"}) as store:
-            for section in (killed, terminated, frozen, partitioned, at_rest, running):
+            for section in (killed, killed_elsewhere, terminated, frozen, partitioned, at_rest, running):
                 print(f"measuring: {section.__name__.replace('_', ' ')} …", file=sys.stderr, flush=True)
                 rows.extend(section(store, quick))
     finally:
