@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis.stateful import (
 )
 
 from fastapi_singleton.backends import find_store
+from fastapi_singleton.errors import StoreError
 from fastapi_singleton.records import Ending, Entry, Term, Verdict, Worker
 from fastapi_singleton.timing import Timing
 
@@ -33,7 +35,7 @@ ticks = st.integers(0, 3).map(lambda n: START + timedelta(seconds=n))
 class Fleet(RuleBasedStateMachine):
     """The model: who leads, the newest token, and one row per tick and attempt."""
 
-    url: str
+    store: RealStore
     number = 0
 
     @initialize()
@@ -41,16 +43,27 @@ class Fleet(RuleBasedStateMachine):
         Fleet.number += 1
         self.name = f"model-{Fleet.number}"
         self.runner = asyncio.Runner()
-        store = find_store(self.url, None)
-        self.backends: list[Any] = [
-            self.do(lambda: _opened(store.open(self.name, Worker.here(), Timing(60.0)))) for _ in range(WORKERS)
-        ]
+        self.backends: list[Any] = []
+        self.labels: list[str] = []
+        for _ in range(WORKERS):
+            backend, label = self.start()
+            self.backends.append(backend)
+            self.labels.append(label)
+        self.gone: dict[str, Any] = {}  # the workers that have crashed
         self.terms: dict[int, Term] = {}  # the last term of each worker, whether it still leads or not
         self.leader: int | None = None
         self.newest = 0
         self.given_back = False
         self.rows: dict[tuple[str, datetime, int], tuple[Entry, str]] = {}
+        self.claimers: dict[tuple[str, datetime, int], str] = {}
         self.sent: list[tuple[int, Entry]] = []
+        self.expired: set[int] = set()  # whose lease has ended, and who may not know
+
+    def start(self) -> tuple[Any, str]:
+        worker = Worker.here()
+        backend = find_store(self.store.url, None).open(self.name, worker, Timing(60.0))
+        self.do(backend.attend)
+        return backend, worker.worker
 
     def do(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         return self.runner.run(make())
@@ -66,6 +79,7 @@ class Fleet(RuleBasedStateMachine):
         term: Term = self.do(lambda: eventually(self.backends[who].acquire, "an election"))
         assert term.token > self.newest
         self.terms[who], self.leader, self.newest, self.given_back = term, who, term.token, False
+        self.expired.discard(who)
 
     @rule(who=workers)
     def renew(self, who: int) -> None:
@@ -75,7 +89,7 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(who=workers)
     def release(self, who: int) -> None:
-        if who in self.terms:
+        if who in self.terms and who not in self.expired:  # whose trust lapses in time says nothing more
             self.do(lambda: self.backends[who].release(self.terms[who]))
             if who == self.leader:
                 self.leader, self.given_back = None, True
@@ -88,6 +102,45 @@ class Fleet(RuleBasedStateMachine):
         leader = self.backends[self.leader]
         self.do(lambda: _forfeit(leader))
         self.leader = None
+
+    @precondition(lambda self: self.leader is not None)
+    @rule()
+    def expire(self) -> None:
+        """The leader is paused for longer than its lease, and goes on as if nothing had been."""
+        assert self.leader is not None
+        leader = self.backends[self.leader]
+        self.do(lambda: self.store.expire(self.name))
+        self.do(lambda: _noticed(leader))
+        self.expired.add(self.leader)
+        self.leader = None
+
+    @rule(who=workers)
+    def crash(self, who: int) -> None:
+        """Nothing is handed over or written down; another worker is started in its place."""
+        self.gone[self.labels[who]] = crashed = self.backends[who]
+        self.do(lambda: _forfeit(crashed))
+        self.backends[who], self.labels[who] = self.start()
+        self.terms.pop(who, None)
+        self.expired.discard(who)
+        self.sent = [(sender, entry) for sender, entry in self.sent if sender != who]
+        if who == self.leader:
+            self.leader = None
+
+    @precondition(lambda self: self.leader is not None)
+    @rule()
+    def sweep(self) -> None:
+        for backend in self.backends:
+            self.do(backend.attend)
+        for label in self.gone:
+            self.do(lambda label=label: self.store.unsee(self.name, label))  # type: ignore[misc]
+        cut = [
+            key for key, (_, outcome) in self.rows.items() if outcome == "running" and self.claimers[key] in self.gone
+        ]
+        assert self.leader is not None
+        leader, term = self.backends[self.leader], self.terms[self.leader]
+        assert self.do(lambda: leader.sweep(term)) == len(cut)
+        for key in cut:
+            self.rows[key] = self.rows[key][0], "abandoned"
 
     @rule(who=workers, tick=ticks, attempt=st.integers(1, 2))
     def claim(self, who: int, tick: datetime, attempt: int) -> None:
@@ -118,6 +171,7 @@ class Fleet(RuleBasedStateMachine):
         if verdict is Verdict.YOURS and not mine:
             assert own is None
             self.rows[entry.key] = entry, "running"
+            self.claimers[entry.key] = self.labels[who]
         self.sent.append((who, entry))
 
     @precondition(lambda self: any(outcome == "running" for _, outcome in self.rows.values()))
@@ -137,15 +191,17 @@ class Fleet(RuleBasedStateMachine):
             }
 
     def teardown(self) -> None:
-        for backend in getattr(self, "backends", ()):
+        for backend in (*getattr(self, "backends", ()), *getattr(self, "gone", {}).values()):
             self.do(backend.close)
         if hasattr(self, "runner"):
             self.runner.close()
 
 
-async def _opened(backend: Any) -> Any:
-    await backend.connect()
-    return backend
+async def _noticed(backend: Any) -> None:
+    """Where the lease ends with the session, the worker finds the session cut and opens another."""
+    with suppress(StoreError):
+        await backend.look()
+    await backend.look()
 
 
 async def _forfeit(backend: Any) -> None:
@@ -154,7 +210,7 @@ async def _forfeit(backend: Any) -> None:
 
 @pytest.mark.timeout(300)
 def test_any_order_of_events_gives_what_the_model_says(store: RealStore) -> None:
-    machine = type("FleetOnThisStore", (Fleet,), {"url": store.url})
+    machine = type("FleetOnThisStore", (Fleet,), {"store": store})
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -14,6 +14,9 @@ class RealStore(Protocol):
     async def unsee(self, name: str, worker: str) -> None:
         """As if the worker had not been seen for an hour."""
 
+    async def expire(self, name: str) -> None:
+        """End the lease of whoever leads, as if it had stood still for longer; nobody tells it."""
+
     async def give_up(self, name: str) -> None:
         """Mark all running runs as abandoned, as a successor's sweep would."""
 

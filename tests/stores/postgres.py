@@ -4,6 +4,7 @@ from datetime import datetime
 
 import asyncpg
 
+from fastapi_singleton.backends.postgres.backend import lock_key
 from fastapi_singleton.records import Entry
 
 
@@ -15,6 +16,13 @@ class RealPostgres:
         await self._execute(
             "UPDATE fastapi_singleton.worker SET last_seen_at = now() - interval '1 hour' WHERE name = $1 AND worker = $2",
             name, worker,
+        )  # fmt: skip
+
+    async def expire(self, name: str) -> None:
+        await self._execute(
+            "SELECT pg_terminate_backend(pid, 10000) FROM pg_locks WHERE locktype = 'advisory' AND granted"
+            " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+            " AND ((classid::bigint << 32) | objid::bigint) = $1", lock_key(name),
         )  # fmt: skip
 
     async def give_up(self, name: str) -> None:

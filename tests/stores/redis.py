@@ -7,7 +7,7 @@ from typing import Any
 import redis
 
 from fastapi_singleton.backends.redis import rows
-from fastapi_singleton.backends.redis.scripts import ABANDONED, INDEX, JOBS, RUNNING, RUNS, SEEN, TICKS
+from fastapi_singleton.backends.redis.scripts import ABANDONED, INDEX, JOBS, LEASE, RUNNING, RUNS, SEEN, TICKS
 from fastapi_singleton.records import Entry
 
 
@@ -20,6 +20,9 @@ class RealRedis:
 
     async def unsee(self, name: str, worker: str) -> None:
         self.client.zadd(key_of(name, SEEN), {worker: self._now() - 3600 * 10**6})
+
+    async def expire(self, name: str) -> None:
+        self.client.delete(key_of(name, LEASE))
 
     async def give_up(self, name: str) -> None:
         for field in self.client.hkeys(key_of(name, RUNNING)):

@@ -44,6 +44,9 @@ class RealSqlite:
             name, worker,
         )  # fmt: skip
 
+    async def expire(self, name: str) -> None:
+        self.execute("UPDATE fastapi_singleton_term SET expires_after_boot = 0 WHERE name = ?", name)
+
     async def give_up(self, name: str) -> None:
         self.execute(
             "UPDATE fastapi_singleton_run SET outcome = 'abandoned', finished_at = started_at"
