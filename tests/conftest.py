@@ -2,10 +2,13 @@
 
 import asyncio
 import os
+import shutil
+import subprocess
 import time
 import uuid
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 import asyncpg
@@ -94,6 +97,27 @@ def store(request: pytest.FixtureRequest) -> Iterator[RealStore]:
     made = STORES[request.param](request)
     yield made
     made.close()
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts something on a directory; only the superuser can."""
+    places: list[Path] = []
+
+    def mount(place: Path, *arguments: str) -> Path:
+        place.mkdir(exist_ok=True)
+        if os.geteuid() != 0 or shutil.which("mount") is None:
+            pytest.skip("mounting needs the superuser")
+        done = subprocess.run(["mount", *arguments, str(place)], capture_output=True, check=False)
+        if done.returncode != 0:
+            pytest.skip(f"mounting is not allowed here: {done.stderr.decode().strip()}")
+        if place not in places:  # a remount adds no layer
+            places.append(place)
+        return place
+
+    yield mount
+    for place in reversed(places):
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 async def eventually(condition: Callable[[], object | Awaitable[object]], what: str, patience: float = 30.0) -> object:

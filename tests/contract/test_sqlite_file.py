@@ -7,7 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -213,27 +213,6 @@ async def test_claims_and_reruns_do_not_read_the_whole_ledger(worker: Open, real
 
 
 # -- the disk ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts something on a directory; only the superuser can."""
-    places: list[Path] = []
-
-    def mount(place: Path, *arguments: str) -> Path:
-        place.mkdir(exist_ok=True)
-        if os.geteuid() != 0 or shutil.which("mount") is None:
-            pytest.skip("mounting needs the superuser")
-        done = subprocess.run(["mount", *arguments, str(place)], capture_output=True, check=False)
-        if done.returncode != 0:
-            pytest.skip(f"mounting is not allowed here: {done.stderr.decode().strip()}")
-        if place not in places:  # a remount adds no layer
-            places.append(place)
-        return place
-
-    yield mount
-    for place in reversed(places):
-        subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 async def test_a_file_that_has_become_read_only_is_refused(worker: Open, real: RealSqlite, mounted: Any) -> None:

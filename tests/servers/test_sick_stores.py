@@ -116,6 +116,39 @@ async def test_a_file_that_is_deleted_or_replaced(tmp_path: Path, deed: Callable
     assert set(effects.values()) == {1}
 
 
+async def test_a_disk_that_is_full(tmp_path: Path, mounted: Callable[..., Path]) -> None:
+    small = mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=2m", "tmpfs")
+    singleton = application(f"sqlite:///{small}/store.sqlite3")
+    async with singleton.lifespan():
+        await goes_on(singleton)
+        filler = small / "filler"
+        with pytest.raises(OSError, match="No space"):
+            filler.write_bytes(b"x" * 2**21)
+        status = await is_ill(singleton)
+        assert "disk" in status.problems[0]
+        await eventually(lambda: not singleton.is_leader, "the end of its trust")
+        filler.unlink()
+        await goes_on(singleton)
+        await ticks_are_complete()
+
+
+async def test_a_disk_that_is_read_only(tmp_path: Path, mounted: Callable[..., Path]) -> None:
+    file = tmp_path / "store.sqlite3"
+    singleton = application(f"sqlite:///{file}")
+    async with singleton.lifespan():
+        await goes_on(singleton)
+    mounted(tmp_path, "--bind", str(tmp_path))
+    mounted(tmp_path, "-o", "remount,bind,ro")
+    async with singleton.lifespan():
+        status = await is_ill(singleton)
+        assert "cannot be written" in status.problems[0]
+        before = Counter(effects)
+        mounted(tmp_path, "-o", "remount,bind,rw")
+        assert effects == before
+        await goes_on(singleton)
+        await ticks_are_complete()
+
+
 def test_four_workers_with_nothing_but_the_package_run_each_tick_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
