@@ -252,7 +252,7 @@ async def test_a_task_that_fails_when_it_is_cancelled_is_not_started_again(store
 
 async def test_a_task_may_tidy_up_for_as_long_as_jobs_are_waited_for(store: RealStore) -> None:
     scheduler = AsyncIOScheduler()
-    begun, tidied = asyncio.Event(), asyncio.Event()
+    begun, working, tidied = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def takes_a_while() -> None:
         begun.set()
@@ -264,14 +264,14 @@ async def test_a_task_may_tidy_up_for_as_long_as_jobs_are_waited_for(store: Real
     @singleton.task
     async def tidies_up() -> None:
         try:
+            working.set()
             await asyncio.Event().wait()
         finally:
             await asyncio.sleep(1.0)
             tidied.set()
 
     async with singleton.lifespan():
-        await asyncio.wait_for(begun.wait(), 30)
-        await asyncio.sleep(0.2)
+        await asyncio.wait_for(asyncio.gather(begun.wait(), working.wait()), 30)
     assert tidied.is_set()
 
 

@@ -19,6 +19,7 @@ from fastapi_singleton.timing import Timing
 
 from ..conftest import eventually
 from ..stores.limits import PGBOUNCER, pgbouncer, plain_role
+from ..stores.sqlite import LEADER, another_process
 from .proxy import FreezingProxy
 
 Open = Callable[..., PostgresBackend]
@@ -103,7 +104,8 @@ async def test_a_term_taken_from_it_in_the_table_is_over_and_frees_the_lock(work
 
 
 async def test_a_release_wakes_a_standby_long_before_its_poll(worker: Open) -> None:
-    leader, standby = worker(), worker()
+    # A session that is silent for its lease is cut, which would wake the standby too.
+    leader, standby = worker(lease=120.0), worker(lease=120.0)
     term = await elected(leader)
     assert await standby.acquire() is None
     waiting = asyncio.create_task(standby.vacancy(100))
@@ -111,6 +113,17 @@ async def test_a_release_wakes_a_standby_long_before_its_poll(worker: Open) -> N
     await leader.release(term)
     await asyncio.wait_for(waiting, 30)
     await elected(standby)
+
+
+async def test_a_leaders_death_on_this_host_wakes_a_standby_long_before_its_poll(worker: Open, database: str) -> None:
+    with another_process(LEADER, database, "60") as leader:
+        standby = worker(lease=120.0)
+        assert await standby.acquire() is None
+        waiting = asyncio.create_task(standby.vacancy(100))
+        await asyncio.sleep(0)
+        leader.kill()
+        await asyncio.wait_for(waiting, 30)
+        await eventually(standby.acquire, "the lock's release")
 
 
 async def test_news_between_asking_and_waiting_is_not_lost(worker: Open) -> None:

@@ -58,7 +58,7 @@ async def query(url: str, sql: str, *arguments: Any) -> Any:
 
 def test_every_worker_names_the_same_leader_and_only_that_one_runs_the_jobs(server: Gunicorn) -> None:
     leader = server.leader()
-    assert leaders(server, 100).keys() == {leader["worker"]}
+    assert leaders(server, 200).keys() == {leader["worker"]}
     assert len({server.status()["answered_by"] for _ in range(100)}) > 1
     server.wait_for(lambda _: len(runs(server)) >= 3, "three runs")
     assert {pid for _, pid in runs(server)} == {leader["pid"]}
@@ -156,8 +156,9 @@ def test_the_application_serves_while_postgresql_is_away_and_leads_again_after(
         old = server.leader()
         own_server.stop(how)
         server.wait_for(lambda s: not s["backend"]["reachable"] and s["leader"] is None, "the store's absence")
-        for _ in range(50):
-            assert server.status()["status"] in ("degraded", "no_leader", "ok")
+        answers = [server.status() for _ in range(200)]  # each with 200 OK, or it would be an error
+        assert len({answer["answered_by"] for answer in answers}) > 1
+        assert {answer["leader"] and answer["leader"]["worker"] for answer in answers} <= {None, old["worker"]}
         own_server.start()
         new = server.wait_for(lambda s: s["leader"] and s["leader"]["token"] > old["token"], "a new term")
         wait_for_runs(server, new["leader"]["pid"])
