@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from . import __version__
 from .backends import Backend, Store, find_store
-from .errors import ConfigurationError, SingletonError
+from .errors import ConfigurationError, EmptyStoreError, SingletonError
 from .records import NEWEST, BackendView, Fleet, RunView, Status, Worker, is_name
 from .timing import Timing
 
@@ -143,24 +143,20 @@ def _look(
     arguments: argparse.Namespace, use: Callable[[Backend], Coroutine[Any, Any, Answer]], empty: Answer
 ) -> Answer:
     """What is found in the store; `empty` where there is none yet, because whoever merely looks makes none."""
-    store = _store(arguments)
-    if store.missing is not None:
-        print(
-            f"fastapi-singleton: there is no {store.missing}: no worker has been here yet. "
-            "Hint: see that --url names the application's store.",
-            file=sys.stderr,
-        )
-        return empty
 
     async def ask() -> Answer:
-        backend = store.open(arguments.name, Worker.here(), Timing(10.0))
+        backend = _store(arguments).open(arguments.name, Worker.here(role="onlooker"), Timing(10.0))
         try:
             return await use(backend)
         finally:
             await backend.close()
             backend.forfeit()
 
-    return asyncio.run(ask())
+    try:
+        return asyncio.run(ask())
+    except EmptyStoreError as error:
+        print(f"fastapi-singleton: {error}", file=sys.stderr)
+        return empty
 
 
 def _status(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from importlib.metadata import packages_distributions
 from typing import Literal
 
 from .backends import Store
-from .errors import StoreError
+from .errors import EmptyStoreError, StoreError
 from .records import Fleet, Worker
 from .timing import Timing
 
@@ -25,10 +25,7 @@ class Finding:
 async def examine(store: Store, name: str) -> list[Finding]:
     """Everything that can be known of the store from here."""
     findings = list(_installation())
-    if store.missing is not None:
-        text = f"there is no {store.missing}: no worker has been here yet"
-        return [*findings, Finding("warning", text, "see that --url names the application's store.")]
-    backend = store.open(name, Worker.here(), Timing(10.0))
+    backend = store.open(name, Worker.here(role="onlooker"), Timing(10.0))
     try:
         await backend.connect()
         await backend.look()
@@ -36,6 +33,8 @@ async def examine(store: Store, name: str) -> list[Finding]:
         findings.append(_clock(backend.now()))
         findings += [Finding(level, text, hint) for level, text, hint in await backend.examine()]
         findings += _fleet(name, backend.fleet)
+    except EmptyStoreError as error:
+        findings.append(Finding("warning", _without_hint(error), error.hint))
     except StoreError as error:
         findings.append(Finding("problem", _without_hint(error), error.hint))
     finally:

@@ -6,6 +6,7 @@ SingletonError
 ├── LostLeadershipError   this run is no longer the one that may write; raised by `fence`
 ├── NoRunError            `current_run()` was asked outside a job; also a LookupError
 └── StoreError            the store could not answer; never leaves the lifespan, shown in the status
+    ├── EmptyStoreError   no worker has been there yet, and whoever merely looks makes nothing
     └── UnsafeStoreError  the store answers, but leading on it could double or lose runs: refused
 """
 
@@ -60,3 +61,12 @@ class StoreError(SingletonError):
 
 class UnsafeStoreError(StoreError):
     """The store answers, but a leader on it would not be the only one. The worker refuses to lead until it is mended."""
+
+
+class EmptyStoreError(StoreError):
+    """No worker has been there yet: there is nothing to look at."""
+
+    def __init__(self, nothing: str) -> None:
+        super().__init__(
+            f"{nothing}: no worker has been here yet.", hint="see that --url names the application's store."
+        )

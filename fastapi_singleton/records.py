@@ -13,9 +13,8 @@ from .processes import identity
 
 Outcome = Literal["running", "succeeded", "failed", "missed", "skipped", "abandoned"]
 Cause = Literal["schedule", "catch_up", "rerun", "manual"]
-Role = Literal[
-    "leader", "standby", "racer", "guest"
-]  # a guest has runs in the ledger, and no part in who runs the jobs
+# A guest has runs in the ledger, and no part in who runs the jobs. An onlooker has none in anything, and leaves no trace.
+Role = Literal["leader", "standby", "racer", "guest", "onlooker"]
 
 # A job whose every attempt takes its worker down must not go on for ever.
 MOST_ATTEMPTS = 5

@@ -5,6 +5,7 @@ Rules of the seam:
 - `None` or `False` is a normal loss. An exception (`StoreError`) means the store could not answer; whatever was asked may
   or may not have happened, and the backend has already let go of everything it held, so that nothing is half-owned.
 - Every call is bounded in time, and none is made before the lifespan.
+- What a store needs is made by the first who comes, but not by an onlooker: that one hears `EmptyStoreError`.
 - `fleet` and `now` are refreshed by `acquire`, `renew`, `attend` and `look` alone; reading them asks nobody.
 """
 
@@ -126,10 +127,6 @@ class Store(Protocol):
     @property
     def detail(self) -> str:
         """Where it is, without a secret."""
-
-    @property
-    def missing(self) -> str | None:
-        """What is not there yet and would be made by opening it, if that is known; somebody who merely looks makes nothing."""
 
     def open(self, name: str, worker: Worker, timing: Timing) -> Backend:
         """A backend for one worker; it connects when it is first asked something."""

@@ -238,9 +238,17 @@ def test_whoever_reads_may_stop_reading(store: RealStore) -> None:
 def test_whoever_merely_looks_makes_no_file(tmp_path: Path, command: tuple[str, ...]) -> None:
     done = call(None, *command, "--url", f"sqlite:///{tmp_path}/mistyped.sqlite3")
     assert done.returncode == 0
-    assert f"there is no {tmp_path}/mistyped.sqlite3" in done.stdout + done.stderr
+    assert f"There is no {tmp_path}/mistyped.sqlite3" in done.stdout + done.stderr
     assert "Hint: " in done.stdout + done.stderr
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("command", [("status",), ("runs", "nightly"), ("doctor",)])
+async def test_whoever_merely_looks_makes_no_tables(database: str, admin: Any, command: tuple[str, ...]) -> None:
+    done = await asyncio.to_thread(call, None, *command, "--url", database)
+    assert done.returncode == 0
+    assert "no worker has been here yet" in done.stdout + done.stderr
+    assert await admin.fetchval("SELECT to_regnamespace('fastapi_singleton')") is None
 
 
 def test_the_command_line_does_not_import_fastapi() -> None:

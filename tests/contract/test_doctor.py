@@ -83,7 +83,9 @@ async def test_a_server_that_is_away(own_server: EmbeddedPostgres) -> None:
 
 
 async def test_few_connections_left(own_server: EmbeddedPostgres) -> None:
-    await examine(find_store(own_server.url, None), "default")
+    worker = find_store(own_server.url, None).open("default", Worker.here(), Timing(10.0))
+    await worker.connect()  # makes the tables
+    await worker.close()
     connections = [await asyncpg.connect(own_server.url) for _ in range(180)]
     try:
         found = await diagnosis(own_server.url, "warning")

@@ -91,10 +91,6 @@ class PostgresStore:
             ),
         )
 
-    @property
-    def missing(self) -> None:
-        return None
-
     def open(self, name: str, worker: Worker, timing: Timing) -> "PostgresBackend":
         from .backend import PostgresBackend
 

@@ -199,12 +199,20 @@ class PostgresBackend:
 
     async def examine(self) -> list[tuple[Literal["ok", "warning", "problem"], str, str]]:
         [row] = await (await self._open_session()).fetch("examine")
-        left = row["most"] - row["used"]
+        left = row["left"]
         level: Literal["ok", "warning"] = "ok" if left > 20 else "warning"
-        hint = "" if left > 20 else "raise max_connections: each worker needs one connection beside its own pool."
+        hint = (
+            ""
+            if left > 20
+            else "raise max_connections, or the limit of the role or the database: each worker needs one beside its own pool."
+        )
         return [
             ("ok", f"PostgreSQL {row['version']}, direct connection to a primary, lease enforced by the server", ""),
-            (level, f"{row['used']} of {row['most']} connections are in use", hint),
+            (
+                level,
+                f"{row['used']} of {row['most']} connections are in use, {left} more can be made by this role",
+                hint,
+            ),
         ]
 
     # -- the session -------------------------------------------------------------------------------------------------
@@ -233,6 +241,7 @@ class PostgresBackend:
                 f"fastapi_singleton:{label}".encode("ascii", "replace")[:63].decode(),
                 STATEMENTS,
                 attempt=self._attempts - 1,
+                create=self._worker.role != "onlooker",
                 channel=self._channel,
                 on_message=self._hear,
                 on_cut=self._vacancy.hear,

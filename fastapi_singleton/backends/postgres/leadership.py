@@ -95,8 +95,17 @@ DELETE FROM fastapi_singleton.worker WHERE name = $1 AND worker = $2 AND NOT EXI
 """
 
 EXAMINE = """
+WITH client AS (SELECT usename, datname FROM pg_stat_activity WHERE backend_type = 'client backend')
 SELECT current_setting('server_version') AS version, current_setting('max_connections')::int AS most,
-       (SELECT count(*)::int FROM pg_stat_activity WHERE backend_type = 'client backend') AS used
+       (SELECT count(*)::int FROM client) AS used,
+       least(
+           current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int
+               - (SELECT count(*) FROM client),
+           (SELECT nullif(rolconnlimit, -1) FROM pg_roles WHERE rolname = current_user)
+               - (SELECT count(*) FROM client WHERE usename = current_user),
+           (SELECT nullif(datconnlimit, -1) FROM pg_database WHERE datname = current_database())
+               - (SELECT count(*) FROM client WHERE datname = current_database())
+       )::int AS left
 """
 
 STATEMENTS = {

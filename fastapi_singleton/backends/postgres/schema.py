@@ -5,7 +5,7 @@ from typing import Any
 
 import asyncpg
 
-from ...errors import StoreError
+from ...errors import EmptyStoreError, StoreError
 from ...records import SILENT
 
 # Runs that are alive: worker, process, whether it was seen within its lease.
@@ -134,8 +134,12 @@ def schema_sql(role: str = "your_application_role") -> str:
     return "\n\n".join(["BEGIN;", *steps, grants, "COMMIT;"])
 
 
-async def ensure_schema(connection: "asyncpg.Connection[Any]", patience: float) -> None:
+async def ensure_schema(connection: "asyncpg.Connection[Any]", patience: float, *, create: bool = True) -> None:
     """Bring the tables up to date. Workers that come at the same time do not collide: one migrates, the others look on."""
+    if not create and await _version(connection) == 0:
+        if not await connection.fetchval("SELECT has_database_privilege(current_database(), 'CREATE')"):
+            raise asyncpg.InsufficientPrivilegeError("there are none yet, and it may create no schema")
+        raise EmptyStoreError("There are no tables of fastapi_singleton in the database")
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience
     while await _version(connection) < len(MIGRATIONS):

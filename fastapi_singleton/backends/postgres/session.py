@@ -112,11 +112,13 @@ class Session:
         statements: Mapping[str, str],
         *,
         attempt: int = 0,
+        create: bool = True,
         channel: str | None = None,
         on_message: Callable[[int], None] = lambda pid: None,
         on_cut: Callable[[], None] = lambda: None,
     ) -> "Session":
-        """`attempt` picks which of several hosts is tried first, so that a dead one does not stand in the way for ever."""
+        """`attempt` picks which of several hosts is tried first, so that a dead one does not stand in the way for ever. Tables
+        are made, if there are none, only with `create`."""
         try:
             async with asyncio.timeout(max(_SETUP_TIMEOUT, timing.request_timeout)):
                 connection = await _connect(store, attempt)
@@ -126,7 +128,7 @@ class Session:
                     # From here on the server ends whatever this worker freezes in; the lease itself comes last, because
                     # a short one would not leave the time for all that comes before.
                     await session._apply(_SETUP_SETTINGS)
-                    await ensure_schema(connection, patience=_CONNECT_TIMEOUT)
+                    await ensure_schema(connection, patience=_CONNECT_TIMEOUT, create=create)
                     # Kept for the session's whole life: a statement parsed later would leave a moment in which a
                     # frozen client keeps the server waiting outside every time limit.
                     for name, sql in statements.items():

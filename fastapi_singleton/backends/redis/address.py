@@ -88,10 +88,6 @@ class RedisStore:
     def detail(self) -> str:
         return f"redis at {self.address}{self.remark}"
 
-    @property
-    def missing(self) -> None:
-        return None
-
     def open(self, name: str, worker: Worker, timing: Timing) -> "RedisBackend":
         from .backend import RedisBackend
 

@@ -55,10 +55,6 @@ class SqliteStore:
             )
         return cls(path)
 
-    @property
-    def missing(self) -> str | None:
-        return None if os.path.exists(self.path) else self.path
-
     def open(self, name: str, worker: Worker, timing: Timing) -> "SqliteBackend":
         from .backend import SqliteBackend
 

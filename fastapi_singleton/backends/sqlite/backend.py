@@ -248,7 +248,7 @@ class SqliteBackend:
             if self._closed:
                 raise StoreError("The file was closed.", hint="nothing to do: this worker is stopping.")
             self._owned = None
-            self._database = await Database.open(self._path, self._timing)
+            self._database = await Database.open(self._path, self._timing, create=self._worker.role != "onlooker")
             return self._database
 
     @property

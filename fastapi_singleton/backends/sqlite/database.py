@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from ...errors import UnsafeStoreError
+from ...errors import EmptyStoreError, UnsafeStoreError
 from ...timing import Timing, boot_clock
 from .faults import explain, gone, let_go, no_answer
 from .schema import ensure_schema
@@ -66,7 +66,9 @@ class OpenFile:
         self._identity: tuple[object, ...] = ()
         self.is_wanted: Callable[[], bool] = lambda: True
 
-    def open(self, patience: float) -> None:
+    def open(self, patience: float, *, create: bool = True) -> None:
+        if not create and not os.path.exists(self._path):
+            raise EmptyStoreError(f"There is no {self._path}")
         deadline = time.monotonic() + patience
         self._connection = connection = sqlite3.connect(self._path, timeout=patience, isolation_level=None)
         opened = _inode(self._path)
@@ -181,7 +183,7 @@ class Database:
         self.alive = True
 
     @classmethod
-    async def open(cls, path: str, timing: Timing) -> "Database":
+    async def open(cls, path: str, timing: Timing, *, create: bool = True) -> "Database":
         database = cls(path, timing)
         patience = max(_SETUP_TIMEOUT, timing.request_timeout)
         # A daemon: a disk that does not answer must not keep the process from ending.
@@ -190,7 +192,7 @@ class Database:
             thread.start()
         except RuntimeError as error:
             raise explain(error, path) from None
-        await database._ask(lambda file: file.open(patience * _LOCK_SHARE), patience)
+        await database._ask(lambda file: file.open(patience * _LOCK_SHARE, create=create), patience)
         return database
 
     async def ask(self, work: Callable[[OpenFile], Answer]) -> Answer:
