@@ -3,8 +3,8 @@
 A tick is *doubled* if one attempt had its effect twice, or an at-most-once job had any twice. It is *missed* if it has no row,
 or a row that does not say why its effect is not there. A run that is cut short by a kill between its claim and its
 effect is neither: its row says `abandoned`, and an at-least-once job has run again. A *gap* is the time between two effects
-while the store was well and one worker at least was: in a race it stays below two periods. Two runs of a job that must be
-alone, at the same time, *overlap*.
+while the store was well and one worker at least was: in a race one tick may die with its worker, and no other is held up.
+Two runs of a job that must be alone, at the same time, *overlap*.
 """
 
 import asyncio
