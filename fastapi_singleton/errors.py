@@ -13,7 +13,8 @@ SingletonError
 import re
 
 # In user:password@host, to the last @ there is: a password may hold any of the others.
-_PASSWORD = re.compile(r"(://[^\s:@/]*:)\S+(?=@)")
+_WORD = re.compile(r"\S+")
+_USER = re.compile(r"://[^:@/]*:")
 
 
 class SingletonError(Exception):
@@ -30,7 +31,14 @@ def described(error: BaseException, longest: int = 2000) -> str:
         text = f"{type(error).__name__}: {error}"
     except Exception:
         text = type(error).__name__
-    return _PASSWORD.sub(r"\1***", text)[:longest]
+    return _WORD.sub(_without_password, text)[:longest]
+
+
+def _without_password(word: "re.Match[str]") -> str:
+    """Each word is looked through once: one that is a megabyte of URLs must not hold up the process."""
+    text = word.group()
+    user, end = _USER.search(text), text.rfind("@")
+    return f"{text[: user.end()]}***{text[end:]}" if user is not None and user.end() < end else text
 
 
 class ConfigurationError(SingletonError):
