@@ -211,7 +211,9 @@ class Ledger:
 
 
 @asynccontextmanager
-async def open_ledger(store: Store, name: str, timing: Timing) -> AsyncIterator[tuple[Backend, Ledger]]:
+async def open_ledger(
+    store: Store, name: str, timing: Timing, keep: float = _KEPT
+) -> AsyncIterator[tuple[Backend, Ledger]]:
     """The ledger of a fleet for somebody who does not want to lead it, and is seen in it while this lasts, so that no run
     of its is given up. What was written is flushed at the end."""
     backend = store.open(name, Worker.here(role="guest"), timing)
@@ -219,11 +221,13 @@ async def open_ledger(store: Store, name: str, timing: Timing) -> AsyncIterator[
     tasks: list[asyncio.Task[None]] = []
     try:
         await backend.attend()
-        if all(worker.role == "guest" for worker in backend.fleet.workers):
-            # Nobody else will: a fleet of cron lines has no leader to do it.
+        fleet = backend.fleet
+        if not fleet.jobs and all(worker.role == "guest" for worker in fleet.workers):
+            # Nobody else will: a fleet of cron lines has no leader to do it. Where there were jobs, an application is away
+            # for a while; it alone knows for how long rows are kept, and whether it was the store that was away.
             nobody = Term.race(name, "")
             await give_up_the_gone(backend, nobody)
-            await backend.prune(nobody, _KEPT)
+            await backend.prune(nobody, keep)
         tasks = [asyncio.create_task(ledger.run()), asyncio.create_task(_stay(backend, timing))]
         try:
             yield backend, ledger

@@ -20,7 +20,9 @@ from .timing import Timing, boot_clock
 _ROWS = 50  # of a key: one, but for claims that were taken back
 
 
-async def run_once(store: Store, name: str, key: str, timing: Timing, func: Callable[[], Any]) -> bool:
+async def run_once(
+    store: Store, name: str, key: str, timing: Timing, keep_runs: float, func: Callable[[], Any]
+) -> bool:
     """Whether this call ran it. What it raises is recorded, and raised; nobody tries again."""
     job = f"once:{key}"
     while True:
@@ -29,7 +31,7 @@ async def run_once(store: Store, name: str, key: str, timing: Timing, func: Call
                 lock = await stack.enter_async_context(hold(store, lock_name(name, "once", key), timing, 0.0))
             except LockHeldError:
                 return False
-            backend, ledger = await stack.enter_async_context(open_ledger(store, name, timing))
+            backend, ledger = await stack.enter_async_context(open_ledger(store, name, timing, keep_runs))
             if any(run.error != UNBEGUN for run in await backend.runs(job, _ROWS)):
                 return False
             entry = Entry(name, job, backend.now())

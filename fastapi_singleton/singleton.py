@@ -81,6 +81,7 @@ class Singleton:
         self._name = name
         self._mode = mode
         self._drain = drain
+        self._keep_runs = float(keep_runs)
         self._enabled = enabled
         if connect is None:
             url = url or os.environ.get(URL_VARIABLE) or None
@@ -298,7 +299,7 @@ class Singleton:
             raise ConfigurationError(f"key={key!r} cannot be a key.", hint="use a short text such as 'import-2026'.")
         if not callable(func):
             raise ConfigurationError(f"{func!r} cannot be called.", hint="pass a function, without calling it.")
-        return await run_once(self._store, self._name, key, self._timing, func)
+        return await run_once(self._store, self._name, key, self._timing, self._keep_runs, func)
 
     async def fence(self, connection: Any) -> None:
         """Inside a job, in your own asyncpg transaction: raise `LostLeadershipError` unless this run is still the one that

@@ -7,12 +7,15 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 
 from fastapi_singleton import ConfigurationError, LockHeldError, Singleton, current_run
+from fastapi_singleton.ledger import open_ledger
+from fastapi_singleton.records import Ending, Entry, JobView, Verdict
 
 from ..conftest import eventually
 from ..leading import leading
@@ -141,6 +144,26 @@ async def test_once_is_at_most_once_whoever_asks_and_whatever_becomes_of_it(stor
     async with workers[0].lifespan():
         [row] = await workers[0].runs("once:other")
     assert (row.outcome, row.error) == ("failed", "ValueError: half done")
+
+
+@pytest.mark.parametrize("published", [True, False])
+async def test_rows_are_kept_for_as_long_as_the_application_says_also_while_it_is_away(
+    store: RealStore, published: bool
+) -> None:
+    keeps = Singleton(url=store.url, name="unit", lease=2.0, keep_runs=365 * 86_400)
+    async with leading(store.url, lease=2.0) as worker:
+        term = await worker.elect()
+        if published:
+            assert await worker.backend.renew(term, [JobView("job", "cron", None, False)])
+        old = Entry("unit", "once:import", datetime.now(UTC) - timedelta(days=40))
+        assert await worker.ledger.enter(old) is Verdict.YOURS
+        await worker.backend.finish([Ending(old, "succeeded", 0.1)])
+        await worker.resign()
+    if published:  # somebody who does not know what the application says
+        async with open_ledger(worker.store, "unit", worker.timing):
+            pass
+    for _ in range(2):  # the first might forget what the second looks for
+        assert not await keeps.once("import", lambda: None)
 
 
 async def test_a_task_runs_only_on_the_leader_and_is_cancelled_with_its_term(store: RealStore) -> None:
