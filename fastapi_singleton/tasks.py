@@ -24,6 +24,7 @@ class TaskDuties(Duties):
         self._functions: dict[str, TaskFunction] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._states: dict[str, str] = {}
+        self._held_up: set[str] = set()
         self.problems: list[str] = []
 
     def add(self, func: TaskFunction) -> None:
@@ -47,20 +48,37 @@ class TaskDuties(Duties):
         # the leader from everything else.
         if self._running:
             await asyncio.wait(self._running.values(), timeout=_PATIENCE)
-        self.problems = []
-        for name, func in self._functions.items():
-            if name in self._running and not self._running[name].done():
+        self._held_up = {name for name, task in self._running.items() if not task.done()}
+        self._complain()
+        for problem in self.problems:
+            logger.error("%s", problem)
+        for name in self._functions:
+            if name in self._held_up:
                 self._states[name] = "still running, though it was cancelled"
-                self.problems.append(
-                    f"The task {name} goes on after its cancellation, so it is not started again. "
-                    "Hint: let CancelledError pass; the next term starts it, once it has ended."
-                )
-                logger.error("%s", self.problems[-1])
             else:
-                task = asyncio.create_task(self._run(name, func), name=f"fastapi_singleton:task:{name}")
-                self._running[name] = task
+                self._start(name)
+
+    def renewed(self) -> None:
+        """A task that took long over its cancellation is started again as soon as it has ended."""
+        for name in [name for name in self._held_up if self._running[name].done()]:
+            self._held_up.discard(name)
+            self._start(name)
+            self._complain()
+
+    def _start(self, name: str) -> None:
+        work = self._run(name, self._functions[name])
+        self._running[name] = asyncio.create_task(work, name=f"fastapi_singleton:task:{name}")
+
+    def _complain(self) -> None:
+        self.problems = [
+            f"The task {name} goes on after its cancellation, so it is not started again before it has ended. "
+            "Hint: let CancelledError pass."
+            for name in self._functions
+            if name in self._held_up
+        ]
 
     def lay_down(self) -> None:
+        self._held_up.clear()
         for task in self._running.values():
             if not task.cancelling():  # told once: a second time would cut short what it tidies up
                 task.cancel()

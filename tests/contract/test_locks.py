@@ -251,6 +251,28 @@ async def test_a_task_that_does_not_heed_its_cancellation_keeps_nobody_from_lead
         go_on.set()
 
 
+async def test_a_task_that_takes_long_to_tidy_up_is_started_again_once_it_has(store: RealStore) -> None:
+    singleton = Singleton(url=store.url, lease=1.0)
+    starts: list[Any] = []
+
+    @singleton.task
+    async def tidies_up() -> None:
+        starts.append(singleton.term)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(1.0)
+
+    async with singleton.lifespan():
+        await eventually(lambda: starts, "the task")
+        assert singleton._backend is not None
+        singleton._backend.forfeit()
+        await eventually(lambda: len(starts) == 2, "the second start")
+        assert starts[1] is not None
+        assert starts[1] != starts[0]
+        assert not (await singleton.status()).problems
+
+
 async def test_a_task_that_fails_when_it_is_cancelled_is_not_started_again(store: RealStore) -> None:
     singleton = Singleton(url=store.url, lease=1.0)
     starts: list[bool] = []
