@@ -16,7 +16,7 @@ from contextlib import suppress
 from .timing import boot_clock
 
 _WORD = struct.Struct("dq")  # until when, and which group; short enough to be written and read as a whole
-_LONGEST_LOOK = 1.0  # select() waits by a clock that may stop while the machine sleeps
+_LONGEST_LOOK = 1.0  # poll() waits by a clock that may stop while the machine sleeps
 
 
 class Guardian:
@@ -42,9 +42,13 @@ class Guardian:
         with suppress(OSError):  # nobody is there any more
             os.write(self._pipe, _WORD.pack(until, group))
 
-    def dismiss(self) -> None:
-        """The command has ended, or is not to be watched any more: the guardian goes, and is not waited for."""
+    def rest(self) -> None:
+        """The command has ended. Its group's number may soon be another's, who must not be killed."""
         self.watch(0, 0.0)
+
+    def dismiss(self) -> None:
+        """Nothing is to be watched any more."""
+        self.rest()
         os.close(self._pipe)
 
 
@@ -54,8 +58,12 @@ def _guard(pipe: int) -> None:
         signal.signal(kind, signal.SIG_IGN)
     _let_go_of_the_terminal()
     group, until = 0, float("inf")
+    words = (
+        select.poll()
+    )  # select() takes no descriptor beyond 1023, and whoever started this may have left that many open
+    words.register(pipe, select.POLLIN)
     while boot_clock() < until:
-        if not select.select([pipe], [], [], min(_LONGEST_LOOK, until - boot_clock()))[0]:
+        if not words.poll(1000 * max(0.0, min(_LONGEST_LOOK, until - boot_clock()))):
             continue
         word = os.read(pipe, _WORD.size)
         if len(word) < _WORD.size:  # whoever held the lock is gone

@@ -159,6 +159,7 @@ async def _command(
                 preexec_fn=_watched(guardian, lock.trusted_until + grace),
             )  # fmt: skip
         except OSError as error:
+            guardian.rest()
             _say(f"{command[0]} cannot be started: {error.strerror}.")
             return CANNOT_START, f"cannot be started: {error.strerror}"
         signals.pass_on_to(process.pid)
@@ -171,6 +172,7 @@ async def _command(
             _say("the lock was lost: stopping the command.")
             await _stop(process, grace)
             return 128 + signal.SIGTERM, "stopped, because its lock was lost"
+        guardian.rest()
         if code < 0:
             return 128 - code, f"ended by signal {-code}"
         return code, f"exit code {code}" if code else None
@@ -181,7 +183,9 @@ def _watched(guardian: Guardian, until: float) -> Callable[[], None]:
     kernel = ctypes.CDLL(None) if sys.platform == "linux" else None  # found before the fork, after which little is safe
 
     def before() -> None:
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # the guardian may have been killed
         guardian.watch(os.getpid(), until)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         if kernel is not None:
             kernel.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,21 +19,36 @@ from fastapi_singleton.ledger import Ledger
 
 from ..conftest import eventually
 from ..stores import RealStore
+from ..stores.sqlite import RealSqlite
 
-# The wrapper stops itself right before its claim is sent.
-FROZEN_BEFORE_CLAIM = """
+# The wrapper stops itself right before its claim (`enter`) or the ending of its run (`end`) is sent.
+FROZEN = """
 import os, signal, sys
 from fastapi_singleton.ledger import Ledger
 
-enter = Ledger.enter
+write = Ledger.STEP
 
-def frozen(self, entry):
+def frozen(self, what):
     os.kill(os.getpid(), signal.SIGSTOP)
-    return enter(self, entry)
+    return write(self, what)
 
-Ledger.enter = frozen
+Ledger.STEP = frozen
 from fastapi_singleton.cli import main
 sys.exit(main())
+"""
+
+KILLED_GUARDIAN = """
+import os, signal
+from fastapi_singleton.guardian import Guardian
+
+fork = Guardian.fork
+
+def killed():
+    guardian = fork()
+    os.kill(guardian._pid, signal.SIGKILL)
+    return guardian
+
+Guardian.fork = killed
 """
 
 
@@ -46,8 +62,8 @@ def state(pid: int) -> str:
 class Wrapper:
     """`fastapi-singleton run nightly` with a command that leaves a trace, and perhaps does not end by itself."""
 
-    def __init__(self, store: RealStore, trace: Path, command: str, *, frozen: bool = False) -> None:
-        start = ["-c", FROZEN_BEFORE_CLAIM] if frozen else ["-m", "fastapi_singleton"]
+    def __init__(self, store: RealStore, trace: Path, command: str, *, frozen: str = "") -> None:
+        start = ["-c", FROZEN.replace("STEP", frozen)] if frozen else ["-m", "fastapi_singleton"]
         self.trace = trace
         self.process = subprocess.Popen(
             [sys.executable, *start, "run", "nightly", "--lease", "1", "--min-gap", "0", "--", "sh", "-c", command],
@@ -168,7 +184,7 @@ async def test_what_the_function_of_once_raises_comes_through(store: RealStore) 
 async def test_a_command_is_not_run_by_a_wrapper_that_stood_still_before_its_claim(
     store: RealStore, wrappers: Any
 ) -> None:
-    frozen = wrappers("echo $$ > TRACE", frozen=True)
+    frozen = wrappers("echo $$ > TRACE", frozen="enter")
     await eventually(lambda: state(frozen.process.pid) == "T", "that it stands still")
 
     async def other_runs() -> bool:
@@ -215,3 +231,28 @@ async def test_a_signal_is_passed_on_to_all_that_the_command_has_started(store: 
     wrapper.process.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(wrapper.process.wait, 60) == 128 + signal.SIGTERM
     await eventually(lambda: all(state(pid) in "XZ" for pid in pids), "the end of the command")
+
+
+async def test_what_a_command_leaves_behind_when_it_ends_is_not_killed_later(store: RealStore, wrappers: Any) -> None:
+    # By then the number of its group may be another's.
+    wrapper = wrappers("sleep 300 2>/dev/null & echo $! > TRACE", frozen="end")
+    await eventually(lambda: state(wrapper.process.pid) == "T", "that it stands still")
+    [left_behind] = await wrapper.pids(1)
+    await asyncio.sleep(1.5)  # more than a lease
+    assert state(left_behind) not in "XZ"
+    wrapper.process.send_signal(signal.SIGCONT)
+    assert await asyncio.to_thread(wrapper.process.wait, 60) == 0
+
+
+@pytest.mark.parametrize("without", ["a guardian", "descriptors that select() takes"])
+def test_a_command_is_run_also_without(tmp_path: Path, without: str) -> None:
+    before = {
+        "a guardian": KILLED_GUARDIAN,
+        "descriptors that select() takes": "import os; kept = [os.dup(2) for _ in range(1100)]",
+    }[without]
+    code = f"import sys\n{before}\nfrom fastapi_singleton.cli import main\nsys.exit(main())"
+    line = [sys.executable, "-c", code, "run", "nightly", "--", "sh", "-c", "exit 7"]
+    environment = {**os.environ, "FASTAPI_SINGLETON_URL": RealSqlite(tmp_path).url}
+    if without != "a guardian" and resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1200:
+        pytest.skip("so many descriptors may not be opened here")
+    assert subprocess.run(line, env=environment, timeout=60, check=False).returncode == 7
