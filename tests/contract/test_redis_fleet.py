@@ -103,6 +103,20 @@ async def test_whoever_was_seen_before_the_servers_clock_was_set_back_must_show_
     assert await leader.sweep(term) == 1
 
 
+async def test_a_small_step_back_of_the_servers_clock_gives_nobodys_runs_up(
+    worker: Open, redis_store: RealRedis
+) -> None:
+    other, leader = worker(), worker()
+    await other.attend()
+    assert await other.enter([Entry("contract", "job", NOW)]) == [Verdict.YOURS]
+    term = await elected(leader)
+    seen = key_of("contract", scripts.SEEN)
+    for name, score in redis_store.client.zrange(seen, 0, -1, withscores=True):
+        redis_store.client.zadd(seen, {name: score + 0.2e6})  # as if so much had been taken back since
+    assert await leader.unseen(term) == {}
+    assert await leader.sweep(term) == 0
+
+
 async def test_rows_that_somebody_has_taken_away_keep_nobody_from_leading(worker: Open, redis_store: RealRedis) -> None:
     leader = worker()
     term = await elected(leader)
@@ -113,3 +127,14 @@ async def test_rows_that_somebody_has_taken_away_keep_nobody_from_leading(worker
     assert await leader.runs("job", 5) == []
     assert await leader.sweep(term) == 0
     assert redis_store.client.hlen(key_of("contract", scripts.RUNNING)) == 0
+
+
+async def test_a_job_that_somebody_has_taken_away_keeps_nobody_from_leading(
+    worker: Open, redis_store: RealRedis
+) -> None:
+    leader = worker()
+    term = await elected(leader)
+    redis_store.client.zadd(key_of("contract", scripts.MET), {"job": 1})
+    await leader.prune(term, 86_400)
+    assert await leader.renew(term)
+    assert redis_store.client.zcard(key_of("contract", scripts.MET)) == 0

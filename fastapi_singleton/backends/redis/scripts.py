@@ -60,12 +60,12 @@ local function last_seen(worker)
 end
 
 -- Which process the worker is ('' for one that is not known), and whether it was seen within its lease. One seen in what is
--- the future, since the server's clock was set back, must show itself again.
+-- the future, since the server's clock was set back by more than that, must show itself again.
 local function find(worker)
     local known = redis.call('HGET', workers, worker)
     local document = known and cjson.decode(known) or {}
     local ago = now - last_seen(worker)
-    return document.process or '', ago < tonumber(document.lease or 10000000) and ago >= 0
+    return document.process or '', math.abs(ago) < tonumber(document.lease or 10000000)
 end
 """
 )

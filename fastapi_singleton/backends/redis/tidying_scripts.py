@@ -130,7 +130,8 @@ if #stale > 0 then
     end
 end
 for _, key in ipairs(stale) do
-    local job = cjson.decode(redis.call('HGET', jobs, key))
+    local known = redis.call('HGET', jobs, key)
+    local job = known and cjson.decode(known) or {}
     if shown[key] or job.paused == '1' or job.removed == '1' then
         redis.call('ZADD', met, digits(now), key)
     else
