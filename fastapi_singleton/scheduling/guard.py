@@ -188,9 +188,10 @@ class Guard:
             self._gate.remark(job, ticks, f"its executor did not take it ({described(error)})")
             raise
 
-    def submit(self, job: Any, due: Sequence[Due]) -> None:
+    def submit(self, job: Any, due: Sequence[Due]) -> bool:
+        """Whether this worker can run it at all."""
         if self._is_of_another_version(job):
-            return
+            return False
         calling = self._calling(job.func)
         submission = _Submission(self._gate, self._gate.names.of(job), job, due, calling)
         try:
@@ -199,6 +200,7 @@ class Guard:
         except BaseException:
             submission.withdraw()
             raise
+        return True
 
     def _own_threads(self) -> _AsyncIOThreads:
         if self._threads is None:

@@ -2,7 +2,8 @@
 
 A repeat takes its turn among the job's other runs, as `max_instances` has it, and a busy job may seldom have room. So a
 repeat that finds none is neither entered as skipped, which would use it up, nor left for a fixed time, which may always fall
-into a run: it is tried again after a pause of random length, until it is too late and a row says so.
+into a run: it is tried again after a pause of random length, until it is too late and a row says so. The more there are the
+longer the pause, or they would keep the store busy; what no executor takes is left for the next time somebody looks.
 """
 
 import asyncio
@@ -21,12 +22,16 @@ Answer = TypeVar("Answer")
 Ask = Callable[[Awaitable[Answer]], Awaitable[Answer]]
 
 _PAUSE = (0.1, 0.6)
+_FEW, _LONGEST = (
+    10,
+    50,
+)  # so many repeats are tried again after such a pause; more of them after up to so many times that
 _GRACE = 60.0  # seconds for which a repeat that has come too late is still listed, so that a row can say so
 
 
 class Repeating:
     """One worker's repeats. `jobs` gives those it can run, `dates` those of one tick, which have left the scheduler by the
-    time their run is cut short; `submit` tells whether the executor took it."""
+    time their run is cut short; `submit` tells whether there is an executor that would take it, given room."""
 
     def __init__(
         self,
@@ -46,27 +51,27 @@ class Repeating:
 
     async def run(self, term: Term, ask: "Ask[Any]") -> None:
         """Until none is left that could be made. `ask` raises `StoreError` once the term is over."""
-        while await self._look(term, ask):
-            await ask(asyncio.sleep(random.uniform(*_PAUSE)))
+        while left := await self._look(term, ask):
+            await ask(asyncio.sleep(random.uniform(*_PAUSE) * min(max(1.0, left / _FEW), _LONGEST)))
 
-    async def _look(self, term: Term, ask: "Ask[Any]") -> bool:
+    async def _look(self, term: Term, ask: "Ask[Any]") -> int:
+        """Try what can be tried; how many wait for their end or for room."""
         jobs = await self._repeatable(term, ask)
         if not jobs:
-            return False
+            return 0
         latest_start = {key: self._gate.latest_start(job) for key, job in jobs.items()}
         within = max(latest_start.values()) + _GRACE
         found: list[Cut] = await ask(self._backend.cut(term, list(jobs), MOST_ATTEMPTS, within))
         waiting = self._gate.without_verdict()
-        left = False
+        left = 0
         for cut in found:
             attempt = cut.attempt + 1
             latest = cut.found_at + timedelta(seconds=latest_start[cut.job])
             if self._backend.now() > latest:
                 self._remark_missed(term, cut, attempt)
                 continue
-            left = True
-            if (cut.job, cut.tick, attempt) not in waiting:
-                self._submit(jobs[cut.job], [Due(cut.tick, attempt, "rerun", latest)])
+            due = [Due(cut.tick, attempt, "rerun", latest)]
+            left += (cut.job, cut.tick, attempt) in waiting or self._submit(jobs[cut.job], due)
         return left
 
     async def _repeatable(self, term: Term, ask: "Ask[Any]") -> dict[str, Any]:

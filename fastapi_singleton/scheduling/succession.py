@@ -66,7 +66,7 @@ class Succession:
         self._term: Term | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._work: asyncio.Task[None] | None = None  # taking over, or looking after
-        self._repeats: asyncio.Task[None] | None = None
+        self._repeats: tuple[Term, asyncio.Task[None]] | None = None
 
     def begin(self, term: Term, started_at: datetime | None) -> None:
         """A term begins. `started_at` tells when the scheduler was started for it, by the store's clock, and is None if it
@@ -185,15 +185,17 @@ class Succession:
         return known
 
     def _submit(self, job: Any, due: list[Due]) -> bool:
+        """Whether there is an executor that takes it, given room."""
         if not due:
             return True
         try:
-            self._executor(job.executor).submit(job, due)
+            if not self._executor(job.executor).submit(job, due):
+                return False
         except MaxInstancesReachedError:
             if due[0].cause == "catch_up":
                 reason = f"max_instances={job.max_instances} runs of it were still alive"
                 self._gate.remark(job, [each.tick for each in due], reason)
-            return False
+            return True
         except Exception:
             logger.exception("Job %s could not be submitted to its executor", job.id)
             return False
@@ -278,8 +280,8 @@ class Succession:
         """Give up the runs of workers that are gone, repeat those whose policy says so, forget what is old."""
         self._tidied_at = boot_clock()
         await self._sweep(term)
-        if self._repeats is None or self._repeats.done():
-            self._repeats = self._start(self._repeat(term))
+        if self._repeats is None or self._repeats[0] is not term or self._repeats[1].done():
+            self._repeats = term, self._start(self._repeat(term))
         if boot_clock() - self._settled_at >= _SETTLE_EVERY:
             # Twice as late as any tick may start: one that was refused on its way has a row by then.
             jobs = self._jobs()

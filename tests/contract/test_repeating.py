@@ -1,6 +1,7 @@
 """Runs cut short by a crash, of a job that is busy otherwise, on every store: made again once there is room, or a row says
 why not."""
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -89,3 +90,43 @@ async def test_a_repeat_that_finds_no_room_has_no_row(workers: Workers, store: R
     repeat = Entry("unit", "job", CUT.tick, 2, "rerun", token, limit=1)
     assert await worker.ledger.enter(repeat) is Verdict.FULL
     assert {row.attempt for row in await worker.runs("job")} == {1}
+
+
+async def test_a_repeat_that_no_executor_takes_is_left_alone_for_a_while(
+    workers: Workers, store: RealStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    await a_busy_worker(workers, store)
+    leader = await workers()
+    await leader.lead(scheduler_with(repeated, "cron", year=2999, executor="nowhere"))
+    await eventually(lambda: "nowhere" in caplog.text, "a try")
+    await asyncio.sleep(1.0)
+    assert sum("nowhere" in line for line in caplog.messages) == 1
+    assert {row.attempt for row in await leader.runs("job")} == {1}
+
+
+async def test_many_repeats_that_find_no_room_do_not_keep_the_store_busy(workers: Workers, store: RealStore) -> None:
+    await a_busy_worker(workers, store)
+    leader = await workers()
+    for i in range(1, 300):
+        await store.put(Entry("unit", "job", CUT.tick - timedelta(seconds=i), token=1), "gone")
+    refusals = count_refusals(leader)
+    duties = leader.open(scheduler_with(repeated, "cron", year=2999))
+    await duties.take_up(await leader.elect())
+    await eventually(lambda: len(refusals) >= 300, "a try of each")
+    await asyncio.sleep(2.0)
+    assert len(refusals) == 300
+
+
+async def test_a_new_term_does_not_wait_for_the_repeats_of_the_one_before(workers: Workers, store: RealStore) -> None:
+    await a_busy_worker(workers, store)
+    leader = await workers()
+    refusals = count_refusals(leader)
+    duties = leader.open(scheduler_with(repeated, "cron", year=2999))
+    await duties.take_up(await leader.elect())
+    await eventually(lambda: refusals, "a try")
+    duties.lay_down()
+    await leader.resign()
+    term = await leader.elect()
+    refusals.clear()
+    await duties.take_up(term)
+    await eventually(lambda: refusals, "a try in the new term", patience=10.0)
