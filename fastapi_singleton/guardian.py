@@ -30,6 +30,7 @@ class Guardian:
         reading, writing = (_apart_from_the_terminal(end) for end in os.pipe())
         if os.fork():
             os.close(reading)
+            os.set_blocking(writing, False)  # full, if somebody has stopped the guardian
             return cls(writing)
         try:
             os.close(writing)
@@ -47,7 +48,7 @@ class Guardian:
         self.watch(0, 0.0)
 
     def dismiss(self) -> None:
-        """Nothing is to be watched any more."""
+        """Nothing is to be watched any more: the guardian goes, and is not waited for."""
         self.rest()
         os.close(self._pipe)
 

@@ -27,6 +27,7 @@ from ..catching_up import INSTANT, MOST_MISSED, has_jitter, ticks_from
 from ..errors import described
 from ..jobs import call_as
 from ..records import Run
+from ..timing import boot_clock
 from .gate import Due, Gate, NotRun
 from .stock import tick_of, unknown_function
 
@@ -256,7 +257,9 @@ class Guard:
             return
         self.inner._pool = type(pool)(pool._max_workers, **self.inner.pool_kwargs)
         pool.shutdown(wait=False)
-        await asyncio.to_thread(manager.join, timeout)
+        deadline = boot_clock() + timeout
+        while manager.is_alive() and boot_clock() < deadline:  # on no thread of the loop's: they may all be busy
+            await asyncio.sleep(0.01)
 
 
 def _call(run: Run, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -256,3 +256,11 @@ def test_a_command_is_run_also_without(tmp_path: Path, without: str) -> None:
     if without != "a guardian" and resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1200:
         pytest.skip("so many descriptors may not be opened here")
     assert subprocess.run(line, env=environment, timeout=60, check=False).returncode == 7
+
+
+def test_a_wrapper_ends_also_if_its_guardian_was_stopped(tmp_path: Path) -> None:
+    before = KILLED_GUARDIAN.replace("SIGKILL", "SIGSTOP")
+    code = f"import sys\n{before}\nfrom fastapi_singleton.cli import main\nsys.exit(main())"
+    environment = {**os.environ, "FASTAPI_SINGLETON_URL": RealSqlite(tmp_path).url}
+    line = [sys.executable, "-c", code, "run", "nightly", "--", "sh", "-c", "exit 7"]
+    assert subprocess.run(line, env=environment, timeout=30, check=False).returncode == 7

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+import time
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import pairwise
@@ -69,6 +70,25 @@ async def test_a_job_in_a_process_pool_knows_it_too(leader: Leading, tmp_path: P
     assert (told, job, attempt, token) == (row.id, "job", "1", str(row.token))
     assert int(pid) != os.getpid()
     scheduler._executors["default"]._pool.shutdown()
+
+
+async def test_a_lifespan_with_a_process_pool_ends_also_if_all_threads_of_the_loop_are_busy(tmp_path: Path) -> None:
+    scheduler = AsyncIOScheduler(timezone="UTC", executors={"default": ProcessPoolExecutor(1)})
+    scheduler.add_job(os.getpid, id="job")
+    singleton = Singleton(scheduler, f"sqlite:///{tmp_path}/pool.sqlite3")
+    go_on = threading.Event()
+    async with singleton.lifespan():
+
+        async def has_run() -> bool:
+            return [run.outcome for run in await singleton.runs("job")] == ["succeeded"]
+
+        await eventually(has_run, "a run in a child")
+        busy = [asyncio.get_running_loop().run_in_executor(None, go_on.wait, 20) for _ in range(40)]
+        began = time.monotonic()
+    took = time.monotonic() - began
+    go_on.set()
+    await asyncio.gather(*busy)
+    assert took < 10
 
 
 async def test_a_process_pools_children_end_with_the_lifespan_and_others_stand_ready(tmp_path: Path) -> None:
