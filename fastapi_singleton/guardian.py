@@ -22,16 +22,18 @@ _LONGEST_LOOK = 1.0  # poll() waits by a clock that may stop while the machine s
 class Guardian:
     """Watches over one group of processes: `fork`, `watch` again and again, `dismiss`."""
 
-    def __init__(self, pipe: int) -> None:
+    def __init__(self, pid: int, pipe: int) -> None:
+        self._pid = pid
         self._pipe = pipe
 
     @classmethod
     def fork(cls) -> "Guardian":
         reading, writing = (_apart_from_the_terminal(end) for end in os.pipe())
-        if os.fork():
+        pid = os.fork()
+        if pid:
             os.close(reading)
             os.set_blocking(writing, False)  # full, if somebody has stopped the guardian
-            return cls(writing)
+            return cls(pid, writing)
         try:
             os.close(writing)
             _guard(reading)
@@ -48,9 +50,12 @@ class Guardian:
         self.watch(0, 0.0)
 
     def dismiss(self) -> None:
-        """Nothing is to be watched any more: the guardian goes, and is not waited for."""
+        """Nothing is to be watched any more."""
         self.rest()
         os.close(self._pipe)
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self._pid, signal.SIGKILL)  # somebody may have stopped it
+            os.waitpid(self._pid, 0)
 
 
 def _guard(pipe: int) -> None:
@@ -59,9 +64,8 @@ def _guard(pipe: int) -> None:
         signal.signal(kind, signal.SIG_IGN)
     _let_go_of_the_terminal()
     group, until = 0, float("inf")
-    words = (
-        select.poll()
-    )  # select() takes no descriptor beyond 1023, and whoever started this may have left that many open
+    # select() takes no descriptor beyond 1023, and whoever started this may have left that many open.
+    words = select.poll()
     words.register(pipe, select.POLLIN)
     while boot_clock() < until:
         if not words.poll(1000 * max(0.0, min(_LONGEST_LOOK, until - boot_clock()))):

@@ -171,6 +171,7 @@ async def _command(
         if code is None or (code == -signal.SIGKILL and lock.lost):
             _say("the lock was lost: stopping the command.")
             await _stop(process, grace)
+            guardian.rest()
             return 128 + signal.SIGTERM, "stopped, because its lock was lost"
         guardian.rest()
         if code < 0:

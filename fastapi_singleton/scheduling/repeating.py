@@ -22,10 +22,8 @@ Answer = TypeVar("Answer")
 Ask = Callable[[Awaitable[Answer]], Awaitable[Answer]]
 
 _PAUSE = (0.1, 0.6)
-_FEW, _LONGEST = (
-    10,
-    50,
-)  # so many repeats are tried again after such a pause; more of them after up to so many times that
+# So many repeats are tried again after such a pause; more of them after up to so many times that.
+_FEW, _LONGEST = 10, 50
 _GRACE = 60.0  # seconds for which a repeat that has come too late is still listed, so that a row can say so
 
 

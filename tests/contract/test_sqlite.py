@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -266,7 +267,9 @@ async def test_a_run_from_when_the_clock_was_ahead_does_not_stand_in_the_way(
 ) -> None:
     store = find_store(f"sqlite:///{tmp_path}/clock.sqlite3", None)
     wrapped = Wrapped("default", "nightly", ["true"], busy_exit_code=75)
-    nobody = Guardian(os.open(os.devnull, os.O_WRONLY))  # there are threads here: nothing may be forked
+    # There are threads here, so that nothing may be forked: somebody who does not listen stands for the guardian.
+    sleeper = subprocess.Popen(["sleep", "300"])
+    nobody = Guardian(sleeper.pid, os.open(os.devnull, os.O_WRONLY))
     with monkeypatch.context() as ahead:
         ahead.setattr(database, "wall_clock", lambda: datetime.now(UTC) + timedelta(days=365))
         assert await run_guarded(store, wrapped, nobody) == 0
@@ -274,3 +277,4 @@ async def test_a_run_from_when_the_clock_was_ahead_does_not_stand_in_the_way(
     assert await run_guarded(store, wrapped, nobody) == 0
     assert await run_guarded(store, wrapped, nobody) == 75
     nobody.dismiss()
+    sleeper.wait()

@@ -103,7 +103,7 @@ FORGET = "DELETE FROM fastapi_singleton_worker WHERE boot <> :boot OR seen_after
 # Likewise locks; a later token is still greater, because it is never behind the clock.
 FORGET_LOCKS = f"""
 DELETE FROM fastapi_singleton_term
-WHERE name LIKE '{LOCK_PREFIX}%' AND (boot <> :boot OR expires_after_boot < :after_boot - 86400)
+WHERE name GLOB '{LOCK_PREFIX}*' AND (boot <> :boot OR expires_after_boot < :after_boot - 86400)
 """
 
 RUNS = f"""
