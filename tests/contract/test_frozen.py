@@ -238,7 +238,8 @@ async def test_what_a_command_leaves_behind_when_it_ends_is_not_killed_later(sto
     wrapper = wrappers("sleep 300 2>/dev/null & echo $! > TRACE", frozen="end")
     await eventually(lambda: state(wrapper.process.pid) == "T", "that it stands still")
     [left_behind] = await wrapper.pids(1)
-    await asyncio.sleep(1.5)  # more than a lease
+    children = Path(f"/proc/{wrapper.process.pid}/task/{wrapper.process.pid}/children")
+    await eventually(lambda: all(state(int(pid)) in "XZ" for pid in children.read_text().split()), "the guardian's end")
     assert state(left_behind) not in "XZ"
     wrapper.process.send_signal(signal.SIGCONT)
     assert await asyncio.to_thread(wrapper.process.wait, 60) == 0

@@ -291,7 +291,8 @@ async def test_a_task_that_fails_when_it_is_cancelled_is_not_started_again(store
         await eventually(lambda: starts, "the task")
         singleton._elector.retire()  # type: ignore[union-attr]
         await eventually(lambda: not singleton.is_leader, "the end of the term")
-        await asyncio.sleep(1.5)  # longer than the pause before a second start
+        [task] = singleton._tasks._running.values()
+        await eventually(task.done, "the end of the task")
         assert starts == [True]
 
 
