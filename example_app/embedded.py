@@ -96,11 +96,17 @@ class EmbeddedPostgres:
             self._process = None
 
     def kill(self) -> None:
-        """As if the machine had lost its power: the whole group at once."""
+        """As if the machine had lost its power: all of it at once, and nothing left that would be in a new start's way."""
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            children = self._children()
+            for pid in (self._process.pid, *children):  # its children have sessions of their own
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self._process.wait(30)
             self._process = None
+            deadline = time.monotonic() + 30
+            while any(map(_runs, children)) and time.monotonic() < deadline:
+                time.sleep(0.005)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -108,7 +114,7 @@ class EmbeddedPostgres:
         assert self._process is not None
         main = self._process.pid
         os.kill(main, signal.SIGSTOP)  # first, so that it makes no more
-        children = [int(pid) for pid in Path(f"/proc/{main}/task/{main}/children").read_text().split()]
+        children = self._children()
         for pid in children:
             os.kill(pid, signal.SIGSTOP)
         try:
@@ -117,6 +123,11 @@ class EmbeddedPostgres:
             for pid in (*children, main):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
+
+    def _children(self) -> list[int]:
+        assert self._process is not None
+        main = self._process.pid
+        return [int(pid) for pid in Path(f"/proc/{main}/task/{main}/children").read_text().split()]
 
     def restart(self, how: signal.Signals = signal.SIGINT) -> None:
         self.stop(how)
@@ -170,6 +181,13 @@ class EmbeddedPostgres:
                 return
             time.sleep(0.02)
         raise RuntimeError("PostgreSQL did not become ready within a minute.")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "XZ"
+    except OSError:
+        return False
 
 
 def _group(user: str) -> int:
