@@ -6,7 +6,8 @@ import sqlite3
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,8 @@ class Deployment(Protocol):
     def start(self) -> None: ...
     def close(self) -> None: ...
     def faults(self) -> dict[str, Callable[[], None]]: ...
+    def away(self) -> AbstractContextManager[None]:
+        """It cannot be used while the block lasts."""
 
 
 class OnPostgres:
@@ -40,6 +43,12 @@ class OnPostgres:
 
     def faults(self) -> dict[str, Callable[[], None]]:
         return {"cut sessions": self._cut, "restart store": self._server.restart, "kill store": self._kill}
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        self._server.stop()
+        yield
+        self._server.start()
 
     def _cut(self) -> None:
         async def cut() -> None:
@@ -73,6 +82,12 @@ class OnRedis:
     def faults(self) -> dict[str, Callable[[], None]]:
         return {"cut sessions": self._cut, "restart store": self._server.restart, "kill store": self._kill}
 
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        self._server.stop()
+        yield
+        self._server.start()
+
     def _cut(self) -> None:
         client: Any = redis.Redis.from_url(self.url)
         with client:
@@ -99,14 +114,16 @@ class OnSqlite:
     def faults(self) -> dict[str, Callable[[], None]]:
         return {"lock file": lambda: self._lock(3.0), "lock file briefly": lambda: self._lock(0.3)}
 
-    def _lock(self, seconds: float) -> None:
-        connection = sqlite3.connect(self._file, timeout=20, isolation_level=None)
-        try:
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        with closing(sqlite3.connect(self._file, timeout=20, isolation_level=None)) as connection:
             connection.execute("BEGIN IMMEDIATE")
-            time.sleep(seconds)
+            yield
             connection.execute("ROLLBACK")
-        finally:
-            connection.close()
+
+    def _lock(self, seconds: float) -> None:
+        with self.away():
+            time.sleep(seconds)
 
 
 DEPLOYMENTS: dict[str, Callable[[], Deployment]] = {"postgresql": OnPostgres, "redis": OnRedis, "sqlite": OnSqlite}

@@ -1,5 +1,7 @@
 """The short form of the storm, on every store; `make chaos` has the long one."""
 
+import time
+
 import pytest
 
 from .deployments import DEPLOYMENTS
@@ -38,3 +40,23 @@ def test_no_tick_is_doubled_and_none_missed_while_workers_and_store_are_killed_f
         report = storm.settle()
     assert report.faults.total() == len(faults)
     assert report.clean, report.table()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("store", DEPLOYMENTS)
+def test_a_store_that_is_away_for_twenty_seconds_stops_no_answer_and_costs_no_tick(store: str) -> None:
+    with Storm(store) as storm:
+        storm.go_on()
+        told: set[str] = set()
+        with storm.deployment.away():
+            until = time.monotonic() + 20
+            while time.monotonic() < until:
+                status = storm.gunicorn.status()  # raises unless it is answered, with 200
+                told |= {*status["problems"]}
+                time.sleep(0.1)
+        storm.go_on()
+        report = storm.settle()
+    assert told
+    assert report.clean, report.table()
+    assert report.ticks >= 2 * 20
