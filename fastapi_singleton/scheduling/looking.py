@@ -86,9 +86,10 @@ class Looking:
         """One portion of a crowd; the rest is still due when the store is asked again, at once."""
         behind = self._behind
         fresh = [job for job in due if behind.get((alias, job.id)) != job.next_run_time]
+        if not due:  # what else was to be moved on was removed or changed meanwhile
+            self._behind = {job: tick for job, tick in behind.items() if job[0] != alias}
+            return
         if not fresh:
-            for key in [key for key in behind if key[0] == alias and not due]:
-                del behind[key]  # removed or changed meanwhile
             self._for_each(due, _STEP, alias, now, lambda job: self._catch_up_with(job, alias, store, now))
             return
 

@@ -34,6 +34,12 @@ from .ticking import (
 )
 
 
+def sharing(directory: Path) -> BackgroundScheduler:
+    """A scheduler that shares its jobs with any other one of that directory."""
+    jobs = SQLAlchemyJobStore(f"sqlite:///{directory}/jobs")
+    return BackgroundScheduler(timezone="UTC", jobstores={"default": jobs})
+
+
 @pytest.fixture
 async def leader(workers: Workers) -> Leading:
     worker: Leading = await workers()
@@ -233,14 +239,9 @@ async def test_a_date_cut_short_by_a_crash_is_repeated_though_no_scheduler_has_i
 async def test_a_date_in_a_shared_store_is_not_lost_with_the_leader_that_was_about_to_run_it(
     workers: Workers, tmp_path: Path
 ) -> None:
-    def scheduler() -> Any:
-        return BackgroundScheduler(
-            timezone="UTC", jobstores={"default": SQLAlchemyJobStore(f"sqlite:///{tmp_path}/jobs")}
-        )
-
     first, second = await workers(lease=1.0), await workers(lease=1.0)
     due = soon()
-    duties = await first.lead(scheduler())
+    duties = await first.lead(sharing(tmp_path))
     duties.scheduler.add_job(look, "date", run_date=due, id="job")
     asked = asyncio.Event()
 
@@ -251,7 +252,7 @@ async def test_a_date_in_a_shared_store_is_not_lost_with_the_leader_that_was_abo
     first.backend.enter = die_before_the_claim
     await asyncio.wait_for(asked.wait(), 30)
     await first.die()
-    duties = await second.lead(scheduler())
+    duties = await second.lead(sharing(tmp_path))
     [row] = await outcome(second, "succeeded")
     assert row.scheduled_for == due
     assert len(seen) == 1
@@ -261,14 +262,9 @@ async def test_a_date_in_a_shared_store_is_not_lost_with_the_leader_that_was_abo
 async def test_a_date_in_a_shared_store_is_not_taken_from_the_leader_that_is_to_run_it(
     workers: Workers, tmp_path: Path
 ) -> None:
-    def scheduler() -> Any:
-        return BackgroundScheduler(
-            timezone="UTC", jobstores={"default": SQLAlchemyJobStore(f"sqlite:///{tmp_path}/jobs")}
-        )
-
     first, second = await workers(lease=1.0), await workers(lease=1.0)
     due = soon()
-    duties = await first.lead(scheduler())
+    duties = await first.lead(sharing(tmp_path))
     duties.scheduler.add_job(look, "date", run_date=due, id="job")
     enter = first.backend.enter
     refused = asyncio.Event()
@@ -284,7 +280,7 @@ async def test_a_date_in_a_shared_store_is_not_taken_from_the_leader_that_is_to_
     await asyncio.wait_for(refused.wait(), 30)
     await eventually(lambda: duties._gate.under_way == 0, "the end of the refused call")
     await first.die()
-    await second.lead(scheduler())
+    await second.lead(sharing(tmp_path))
     [row] = await outcome(second, "succeeded")
     assert row.scheduled_for == due
     assert len(seen) == 1
